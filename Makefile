@@ -1,0 +1,27 @@
+# make demo        the benchmark in miniature, start to table (CPU or GPU; sets everything up)
+# make test        all tests
+# make demo-clean  forget the demo's vectors, readouts and predictions
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+
+.PHONY: demo demo-clean test
+
+$(VENV)/ready: requirements.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/test-ready: $(VENV)/ready requirements-test.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+demo: $(VENV)/ready
+	PATH="$(BIN):$$PATH" bash data/demo/demo.sh
+
+demo-clean:
+	rm -rf runs/demo
+
+test: $(VENV)/test-ready
+	$(VENV)/bin/python -m pytest -q test_smoke.py tests
