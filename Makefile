@@ -1,12 +1,14 @@
 # make demo        the benchmark in miniature, start to table (CPU or GPU; sets everything up)
 # make test        all tests
 # make demo-clean  forget the demo's vectors, readouts and predictions
+# make demo-controls, make demo-curve   all controls of the demo; score against bytes per vector (after make demo)
+# make paper EMBEDDER=... MODE=...      one row of the paper's table, from data to report
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: demo demo-clean test
+.PHONY: demo demo-clean demo-controls demo-curve paper test
 
 $(VENV)/ready: requirements.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -19,6 +21,16 @@ $(VENV)/test-ready: $(VENV)/ready requirements-test.txt
 
 demo: $(VENV)/ready
 	PATH="$(BIN):$$PATH" bash data/demo/demo.sh
+
+demo-controls: $(VENV)/ready
+	PATH="$(BIN):$$PATH" bash data/demo/controls.sh
+
+demo-curve: $(VENV)/ready
+	PATH="$(BIN):$$PATH" bash data/demo/curve.sh
+
+paper: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r data/requirements.txt
+	PATH="$(BIN):$$PATH" bash data/paper.sh "$(EMBEDDER)" "$(MODE)"
 
 demo-clean:
 	rm -rf runs/demo

@@ -134,6 +134,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -141,7 +142,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -158,7 +159,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -176,7 +178,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -189,24 +192,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:
@@ -247,9 +252,11 @@ def read_embeddings(prefix):
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
     if os.path.getsize(f"{prefix}.npy") != array.offset + array.nbytes:
-        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. Extract it again")
+        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
+                        "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and {array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
+                        f"{array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -259,7 +266,7 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.ids.txt: expected {len(array)} unique lines, one for each row of the array, found {len(keys)} lines, "
                         f"{len(set(keys))} distinct{', some blank' if '' in keys else ''}")
     if "ids_sha256" in meta and sha256(f"{prefix}.ids.txt") != meta["ids_sha256"]:
-        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar, so it was changed after extraction. Extract it again")
+        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar: changed after extraction. Extract it again")
     digest = hashlib.sha256()
     with open(f"{prefix}.npy", "rb") as file:
         digest.update(file.read(array.offset))
@@ -284,7 +291,8 @@ def write_embeddings(prefix, array, keys, meta):
     write_atomic(f"{prefix}.npy", lambda file: np.save(file, np.ascontiguousarray(array), allow_pickle=False))
     write_atomic(f"{prefix}.ids.txt", lambda file: file.write(("\n".join(keys) + "\n").encode()))
     write_json(f"{prefix}.meta.json", {"format_version": FORMAT_VERSION, **meta, "dim": int(array.shape[1]), "dtype": str(array.dtype),
-                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"), "array_sha256": sha256(f"{prefix}.npy")})
+                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"),
+                                       "array_sha256": sha256(f"{prefix}.npy")})
 # ---- end of shared block: embeddings ----
 
 

@@ -49,7 +49,7 @@ MAX_TEXT = 20_000                                       # characters in one pred
 RR_LETTER = "Please answer directly with only the letter of the correct option"  # RealWorldQA's own suffixes tell its two kinds apart
 RR_SHORT = "Please answer directly with a single word or number"
 VQA_MARKS = ";/[]\"{}()=+\\_-><@`,?!"                   # EvalAI's list; ' : ~ | ^ $ % & # * and non-ASCII marks are left alone
-VQA_PERIOD = re.compile(r"\.(?!\d)")
+VQA_PERIOD, VQA_ANY_MARK = re.compile(r"\.(?!\d)"), re.compile(f"[{re.escape(VQA_MARKS)}.]")
 VQA_NUMBERS = dict(zip("none zero one two three four five six seven eight nine ten".split(), "0 0 1 2 3 4 5 6 7 8 9 10".split()))
 VQA_ARTICLES = ("a", "an", "the")
 # EvalAI restores apostrophes: a word of this list with exactly one of its apostrophes missing becomes the word.
@@ -145,6 +145,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -152,7 +153,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -169,7 +170,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -187,7 +189,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -200,24 +203,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:
@@ -320,16 +325,18 @@ def vqa_process(text):
     A mark with a space beside it anywhere is deleted, else it becomes a space; periods not before a digit go, the first 32 only.
     """
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip().replace("\n", " ").replace("\t", " ").strip()
-    marks = {ord(mark): "" if mark + " " in text or " " + mark in text else " " for mark in VQA_MARKS if mark in text}
-    words = VQA_PERIOD.sub("", text.translate(marks), count=32).split()
-    words = [VQA_NUMBERS.get(word, word) for word in words]
+    if VQA_ANY_MARK.search(text):
+        marks = {ord(mark): "" if mark + " " in text or " " + mark in text else " " for mark in VQA_MARKS if mark in text}
+        text = VQA_PERIOD.sub("", text.translate(marks), count=32)
+    words = [VQA_NUMBERS.get(word, word) for word in text.split()]
     return " ".join(VQA_RESTORED.get(word, word) for word in words if word not in VQA_ARTICLES)
 
 
 def vqa(prediction, item):
     """TextVQA: mean over the ten answers of min(matches among the other nine / 3, 1), after EvalAI's processing on both sides (MMF)."""
     said, total = vqa_process(prediction), len(item["answers"])
-    votes = sum(count for answer, count in collections.Counter(item["answers"]).items() if vqa_process(answer) == said)
+    same = {answer: vqa_process(answer) == said for answer in set(item["answers"])}
+    votes = sum(same[answer] for answer in item["answers"])
     return (votes * min((votes - 1) / 3, 1) + (total - votes) * min(votes / 3, 1)) / total if votes else 0.0
 
 

@@ -25,6 +25,7 @@ REUSE   Copy this file alone. It needs Python 3.11, numpy >= 2, pillow >= 11, tq
 """
 import argparse
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -187,6 +188,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -194,7 +196,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -211,7 +213,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -229,7 +232,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -242,24 +246,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:
@@ -300,9 +306,11 @@ def read_embeddings(prefix):
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
     if os.path.getsize(f"{prefix}.npy") != array.offset + array.nbytes:
-        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. Extract it again")
+        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
+                        "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and {array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
+                        f"{array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -312,7 +320,7 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.ids.txt: expected {len(array)} unique lines, one for each row of the array, found {len(keys)} lines, "
                         f"{len(set(keys))} distinct{', some blank' if '' in keys else ''}")
     if "ids_sha256" in meta and sha256(f"{prefix}.ids.txt") != meta["ids_sha256"]:
-        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar, so it was changed after extraction. Extract it again")
+        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar: changed after extraction. Extract it again")
     digest = hashlib.sha256()
     with open(f"{prefix}.npy", "rb") as file:
         digest.update(file.read(array.offset))
@@ -337,7 +345,8 @@ def write_embeddings(prefix, array, keys, meta):
     write_atomic(f"{prefix}.npy", lambda file: np.save(file, np.ascontiguousarray(array), allow_pickle=False))
     write_atomic(f"{prefix}.ids.txt", lambda file: file.write(("\n".join(keys) + "\n").encode()))
     write_json(f"{prefix}.meta.json", {"format_version": FORMAT_VERSION, **meta, "dim": int(array.shape[1]), "dtype": str(array.dtype),
-                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"), "array_sha256": sha256(f"{prefix}.npy")})
+                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"),
+                                       "array_sha256": sha256(f"{prefix}.npy")})
 # ---- end of shared block: embeddings ----
 
 
@@ -368,7 +377,8 @@ def open_image(folder, name):
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
         raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); "
                         f"{os.path.getsize(path):,} bytes. Replace it, or skip it with --on-error skip where there is one") from None
-# ---- end of shared block: images -----------------------------------------------------------------------------------------------------
+# ---- end of shared block: images ----
+
 
 # ---- files of a model ----------------------------------------------------------------------------------------------------------------
 def load_libraries():
@@ -387,7 +397,7 @@ def load_libraries():
     return {**found, "numpy": np.__version__, "tokenizers": tokenizers.__version__}
 
 
-def model_folder(name, revision, flag):
+def model_folder(name, revision, flag, wanted=("*.json", "*.safetensors", "*.txt", "*.jinja")):
     """The local folder of a model and its revision (None for a folder given as such); a hub id is downloaded into the hub's own cache."""
     if os.path.isdir(name):
         return name, None
@@ -395,10 +405,9 @@ def model_folder(name, revision, flag):
         raise UserError(f"{name}: no such folder ({flag}). Give a folder in the published layout, or a hub id (owner/name)")
     from huggingface_hub import snapshot_download
     try:
-        listed = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-        folder = snapshot_download(name, revision=revision, allow_patterns=listed)
+        folder = snapshot_download(name, revision=revision, allow_patterns=list(wanted))
         if not weight_files(folder, missing_ok=True):             # older repositories hold only pytorch_model.bin
-            folder = snapshot_download(name, revision=revision, allow_patterns=[*listed, "pytorch_model*.bin"])
+            folder = snapshot_download(name, revision=revision, allow_patterns=[*wanted, "pytorch_model*.bin"])
     except Exception as error:
         raise UserError(f"{name}: no such folder, and the hub did not give it ({shown(type(error).__name__)}: {shown(error, 200)}). "
                         f"Check the name, or download it elsewhere and give the folder with {flag}") from error
@@ -408,7 +417,8 @@ def model_folder(name, revision, flag):
 def weight_files(folder, missing_ok=False):
     """Names of a folder's weight files: safetensors, else pytorch_model*.bin (read by torch's weights-only loader, which runs no code)."""
     names = sorted(os.listdir(folder))
-    files = ([name for name in names if name.endswith(".safetensors")] or
+    files = ([name for name in names if name == "adapter_model.safetensors"] or
+             [name for name in names if name.endswith(".safetensors")] or
              [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)])
     if not files and not missing_ok:
         raise UserError(f"{folder}: no *.safetensors and no pytorch_model.bin in this folder. Give the folder that holds the weights")
@@ -428,12 +438,12 @@ def check_loaded(folder, info, harmless_missing, harmless_unexpected):
              "of another shape": list(info["mismatched_keys"]), "unreadable": list(info.get("error_msgs") or [])}
     for what, keys in wrong.items():
         if keys:
-            raise UserError(f"{folder}: {len(keys)} weights {what}, first {shown(sorted(map(str, keys))[0])}. Expected the model's published "
+            raise UserError(f"{folder}: {len(keys)} weights {what}, first {shown(sorted(map(str, keys))[0])}. Expected the published "
                             "layout, every weight used; check --model and --embedder")
 
 
-def load_model(recipe, folder, adapter, dtype, device, text_tower, sides):
-    """The model in eval mode on `device`, every weight accounted for."""
+def load_model(recipe, folder, adapter, dtype, device, text_tower, head, sides):
+    """The model in eval mode on `device`, every weight accounted for. `head`: its output layer is used, so it may not be missing either."""
     kind = {"clip": "CLIPModel" if text_tower else "CLIPVisionModelWithProjection",
             "siglip": "SiglipModel" if text_tower else "SiglipVisionModel",
             "qwen2_vl": "Qwen2VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}[recipe.family]
@@ -446,7 +456,7 @@ def load_model(recipe, folder, adapter, dtype, device, text_tower, sides):
         raise UserError(f"{folder}: {kind} could not be loaded from {', '.join(files[:3])} ({type(error).__name__}: {shown(error, 300)}). "
                         "Download the folder again") from error
     unused = r"position_ids$|rotary_emb\.inv_freq$" + (r"|^text_model\.|^text_projection|^logit_(scale|bias)$" if not text_tower else "")
-    check_loaded(folder, info, r"^lm_head\.weight$", unused)      # we pool below lm_head; where it is tied it is not in the files
+    check_loaded(folder, info, "$^" if head else r"^lm_head\.weight$", unused)      # vectors are taken below lm_head
     if adapter:
         merge_adapter(model, adapter)
     expected = getattr(model.config, "vision_config", model.config).image_size if not recipe.pixels else None
@@ -512,7 +522,8 @@ def load_prompt(folder, config, recipe, template, instruction):
         row = (config.get("emb_token_ids") or [special.get("<emb>", max(special.values(), default=0) + 1)])[0]
         if special.setdefault("<emb>", row) != row:
             raise UserError(f"{folder}: <emb> is {special['<emb>']} in tokenizer.json but {row} in config.json (emb_token_ids)")
-    for token in re.findall(r"<\|\w+\|>|<emb>|<disc_emb>|<gen_emb>", template):
+    end = {"clip": "<|endoftext|>", "siglip": "</s>"}.get(recipe.family)      # the text towers' last token, with --fuse sum
+    for token in [*re.findall(r"<\|\w+\|>|<emb>|<disc_emb>|<gen_emb>", template), *([end] if end else [])]:
         if token not in special:
             raise UserError(f"{path}: the special token {token} is missing. Expected the tokenizer published with the model")
     if "<|image_pad|>" in template and special["<|image_pad|>"] != config.get("image_token_id", special["<|image_pad|>"]):
@@ -524,7 +535,7 @@ def load_prompt(folder, config, recipe, template, instruction):
     except Exception as error:
         raise UserError(f"{path}: not a tokenizer ({shown(error)}). Download it again") from error
     prompt = types.SimpleNamespace(plain=plain, special=special, image=special.get("<|image_pad|>"), pad=special.get("<|endoftext|>", 0),
-                                   head=[], tail=[], before=None, after=None, path=path)
+                                   end=special.get(end), head=[], tail=[], before=None, after=None)
     for piece in re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")" if special else "$^", template):
         parts = piece.split("{text}")
         ids = prompt.head if prompt.before is None else prompt.tail
@@ -774,6 +785,7 @@ def embed(e, images, texts, side="right"):
     half = len(images) // 2
     return np.concatenate([embed(e, images[:half], texts[:half], side), embed(e, images[half:], texts[half:], side)])
 
+
 # ---- plan ----------------------------------------------------------------------------------------------------------------------------
 def plan_batches(lengths, batch_size, batch_tokens):
     """Batches of row numbers, longest rows first. Pure: the same lengths and flags give the same batches on any machine and in any shard.
@@ -805,7 +817,7 @@ def measure(entries, texts, images, recipe, prompt, processor, config, stop):
                 sizes[image] = image_tokens(recipe, processor, config, *image_size(images, image))
             texts[row].encode()                                   # a lone surrogate from JSON is no text
             lengths[row] = sizes[image]
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, ZeroDivisionError) as error:
             message = str(error) if isinstance(error, UserError) else f"{os.path.join(images, image)}: {error}"
             errors[row] = message
             if stop:
@@ -824,27 +836,27 @@ def measure(entries, texts, images, recipe, prompt, processor, config, stop):
 
 
 # ---- resume state and output ---------------------------------------------------------------------------------------------------------
-def open_state(prefix, settings, shape, overwrite):
+def open_state(prefix, settings, shape, places, overwrite):
     """Open or begin the resume state: PREFIX.partial.npy, rows where they will stay, and PREFIX.partial.jsonl, settings then batches.
 
-    Returns {batch: {row: error}} of the finished batches whose rows still have the checksum that was noted for them.
+    `places`: {batch: rows of the array}. Returns {batch: {row: error}} of the finished batches whose note and vectors are as they were.
     """
     array, journal = f"{prefix}.partial.npy", f"{prefix}.partial.jsonl"
     done, lines = {}, [json.dumps(settings).encode()]
     if os.path.exists(journal):
         with open(journal, "rb") as file:
             found, *notes = file.read().split(b"\n")
-        if found != lines[0] and any(notes) and not overwrite:
+        if found != lines[0] and any(notes) and not overwrite:      # with no batch done there is nothing to keep
             raise UserError(f"{journal}: an unfinished run {differences(found, settings)} is kept there. Give its command again to finish "
                             "it, --overwrite to drop it, or choose another --out")
         rows = mapped(array, shape) if found == lines[0] else None
         for line in notes[:-1] if rows is not None else []:       # what follows the last newline is torn
             try:
-                note = json.loads(line)
-                if zlib.crc32(np.ascontiguousarray(rows[note["rows"]])) == note["crc32"]:
-                    done[int(note["batch"])] = {int(row): str(error) for row, error in note["failed"].items()}
+                batch, failed, check = json.loads(line)
+                if batch in places and check == checksum(batch, failed, rows[places[batch]]):
+                    done[batch] = {int(row): error for row, error in failed.items()}
                     lines.append(line)
-            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            except (ValueError, TypeError, AttributeError):
                 pass                                              # counted below, and the batch is done again
         if len(lines) < len(notes):
             print(f"note: {journal}: {len(notes) - len(lines)} finished batches do not match {array}; they are done again", file=sys.stderr)
@@ -852,6 +864,11 @@ def open_state(prefix, settings, shape, overwrite):
         create_array(array, shape)
     write_atomic(journal, lambda file: file.write(b"\n".join(lines) + b"\n"))
     return done
+
+
+def checksum(batch, failed, vectors):
+    """CRC-32 of a finished batch: its number, what failed in it, and its vectors (B, D)."""
+    return zlib.crc32(np.ascontiguousarray(vectors), zlib.crc32(json.dumps([batch, failed]).encode()))
 
 
 def differences(line, settings):
@@ -887,46 +904,45 @@ def mapped(path, shape):
 
 
 def finish(prefix, settings, keys, failed_lines, kept, shape, run_facts, skip):
-    """Publish: array, ids, failed list, then the sidecar. Killed anywhere, the resume state is still whole and the same command ends it."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{prefix}.meta.json")                          # an earlier result stops counting as finished while its files change
-    source, temporary = f"{prefix}.partial.npy", f"{prefix}.npy.{os.getpid()}.tmp"
+    """Publish the array, the ids, the failed list, then the sidecar. All of it is on disk as PREFIX.staged.* before the first rename, so a
+    full disk leaves an earlier result as it was; killed anywhere, the resume state is still whole and the same command ends it."""
+    source, staged = f"{prefix}.partial.npy", f"{prefix}.staged"
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{staged}.npy")
         if len(kept) == shape[0]:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
             try:
-                os.link(source, temporary)
+                os.link(source, f"{staged}.npy")
             except OSError:                                       # a file system without hard links
-                shutil.copyfile(source, temporary)
+                shutil.copyfile(source, f"{staged}.npy")
         else:
-            create_array(temporary, (len(kept), shape[1]))
+            create_array(f"{staged}.npy", (len(kept), shape[1]))
             for start in range(0, len(kept), 4096):
-                mapped(temporary, (len(kept), shape[1]))[start:start + 4096] = mapped(source, shape)[kept[start:start + 4096]]
-        with open(temporary, "rb+") as file:
+                part = slice(start, start + 4096)
+                mapped(f"{staged}.npy", (len(kept), shape[1]))[part] = mapped(source, shape)[kept[part]]
+        with open(f"{staged}.npy", "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, f"{prefix}.npy")
-        with contextlib.suppress(FileNotFoundError):              # replacing a file by another link to it leaves both names
-            os.remove(temporary)
     except OSError as error:
         raise cannot_write(f"{prefix}.npy", error) from error
-    write_atomic(f"{prefix}.ids.txt", lambda file: file.write(("\n".join(keys) + "\n").encode()))
+    write_atomic(f"{staged}.ids.txt", lambda file: file.write(("\n".join(keys) + "\n").encode()))
     if skip:
-        lines = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in failed_lines).encode()
-        write_atomic(f"{prefix}.failed.jsonl", lambda file: file.write(lines))
-    else:
+        lines = "".join(json.dumps(line) + "\n" for line in failed_lines).encode()
+        write_atomic(f"{staged}.failed.jsonl", lambda file: file.write(lines))
+    write_json(f"{staged}.meta.json", {**settings, "rows": len(keys), "ids_sha256": sha256(f"{staged}.ids.txt"),
+                                       "array_sha256": sha256(f"{staged}.npy"), "failed_items": len(failed_lines), "run": run_facts})
+    for end in ("meta.json", "failed.jsonl"):                     # an earlier result stops counting as finished while its files change
         with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{prefix}.failed.jsonl")
-    write_json(f"{prefix}.meta.json", {**settings, "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"),
-                                       "array_sha256": sha256(f"{prefix}.npy"), "failed_items": len(failed_lines), "run": run_facts})
+            os.remove(f"{prefix}.{end}")
+    for end in ("npy", "ids.txt", *(["failed.jsonl"] if skip else []), "meta.json"):
+        os.replace(f"{staged}.{end}", f"{prefix}.{end}")
     drop_state(prefix)
 
 
 def drop_state(prefix):
-    """Remove the resume state."""
-    for name in (f"{prefix}.partial.jsonl", f"{prefix}.partial.npy"):
+    """Remove the resume state, and staged.npy, which stays behind where it is already the same file as PREFIX.npy."""
+    for end in ("partial.jsonl", "partial.npy", "staged.npy"):
         with contextlib.suppress(FileNotFoundError):
-            os.remove(name)
+            os.remove(f"{prefix}.{end}")
 
 
 def already_done(prefix, settings, overwrite):
@@ -967,7 +983,7 @@ def read_model_files(args, recipe):
                         f"{shown(config.get('model_type'))}. Give the folder of that model with --model")
     if os.path.exists(os.path.join(folder, "adapter_config.json")):
         raise UserError(f"{folder}: this is an adapter. Give its base with --model and the adapter with --adapter")
-    adapter = model_folder(args.adapter or VLM2VEC_ADAPTER, None, "--adapter")[0] if args.embedder == "vlm2vec-v2" else None
+    adapter = model_folder(args.adapter or VLM2VEC_ADAPTER, None, "--adapter", ("adapter_*",))[0] if args.embedder == "vlm2vec-v2" else None
     return folder, revision, adapter, config
 
 
@@ -1017,15 +1033,17 @@ def prepare(args, versions):
     batches = [[good[row] for row in batch] for batch in plan_batches(lengths[good], args.batch_size, args.batch_tokens)]
     mine = range(args.shard[0], len(batches), args.shard[1])
     order = sorted(row for b in mine for row in batches[b])        # this run's rows, in item order
+    place = {row: i for i, row in enumerate(order)}                # row of the whole list -> row of this run's array
     if not order:
-        raise UserError(f"{args.prefix}: no rows to write ({len(errors)} of {len(entries)} entries cannot be embedded, {len(batches)} batches "
-                        f"for {args.shard[1]} shards). Mend the items or use fewer shards")
+        raise UserError(f"{args.prefix}: no rows to write ({len(errors)} of {len(entries)} entries cannot be embedded, {len(batches)} "
+                        f"batches for {args.shard[1]} shards). Mend the items or use fewer shards")
     vision, text = config.get("vision_config", config), config.get("text_config", config)
     width = {"clip": config.get("projection_dim"), "siglip": vision.get("hidden_size")}.get(recipe.family, text.get("hidden_size"))
     pool = "<gen_emb>" if args.ume_mode == "gen" else recipe.pool
     settings = {
         "format_version": FORMAT_VERSION, "embedder": args.embedder, "mode": args.mode,
-        "key": "image" if args.mode == "visual_only" else "id", "dim": width, "normalized": True, "dtype": "float32", "model": args.model or recipe.hub, "revision": revision, "adapter": adapter,
+        "key": "image" if args.mode == "visual_only" else "id", "dim": width, "normalized": True, "dtype": "float32",
+        "model": args.model or recipe.hub, "revision": revision, "adapter": args.adapter or VLM2VEC_ADAPTER if adapter else None,
         "weights_sha256": weights_sha256([folder, adapter] if adapter else [folder]),
         "prompt": template.replace("{instruction}", instruction).replace(
             "{text}", recipe.text(instruction, "{question}" if args.mode == "vl_joint" else None)),
@@ -1042,17 +1060,16 @@ def prepare(args, versions):
     padded = sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
     return types.SimpleNamespace(
         args=args, recipe=recipe, items=items, entries=entries, texts=texts, prompt=prompt, processor=processor, folder=folder,
-        adapter=adapter, errors=errors, batches=batches, mine=mine, order=order, place={row: i for i, row in enumerate(order)},
-        shape=(len(order), width), pool=pool, settings=settings, padding=1 - int(lengths[good].sum()) / padded)
+        adapter=adapter, errors=errors, batches=batches, order=order, place=place,
+        places={b: [place[row] for row in batches[b]] for b in mine}, shape=(len(order), width), pool=pool,
+        settings=settings, padding=1 - int(lengths[good].sum()) / padded)
 
 
 def load_embedder(job):
     """Load the weights; the namespace that `embed` takes."""
     args, fuse = job.args, job.args.fuse == "sum"
-    if fuse:
-        job.prompt.end = job.prompt.special["<|endoftext|>" if job.recipe.family == "clip" else "</s>"]
     sides = None if job.recipe.pixels else target_size(job.recipe, job.processor, 1, 1)
-    model = load_model(job.recipe, job.folder, job.adapter, args.dtype, args.device, fuse, sides)
+    model = load_model(job.recipe, job.folder, job.adapter, args.dtype, args.device, fuse, job.pool == "<gen_emb>", sides)
     return types.SimpleNamespace(
         model=model, recipe=job.recipe, prompt=job.prompt, processor=job.processor, device=args.device, fuse=fuse,
         pool_id=job.prompt.special[job.pool] if job.pool.startswith("<") else None,
@@ -1071,9 +1088,9 @@ def embed_batches(job, todo, e):
         batch_size=None, num_workers=min(job.args.workers, len(todo)), collate_fn=as_is,
         worker_init_fn=functools.partial(let_go, f"{prefix}.lock"))
     left = sum(map(len, names))
-    with open(f"{prefix}.partial.jsonl", "ab") as journal, tqdm(total=len(job.order), initial=len(job.order) - left, desc=job.args.embedder,
-                                                                unit="row", disable=None) as bar:
-        for b, (pixels, unread) in zip(todo, loader):
+    progress = tqdm(total=len(job.order), initial=len(job.order) - left, desc=job.args.embedder, unit="row", disable=None)
+    with open(f"{prefix}.partial.jsonl", "ab", buffering=0) as journal, progress as bar:
+        for b, (pixels, unread) in zip(todo, from_workers(loader)):
             batch = job.batches[b]
             bad = {row: unread[job.entries[row][1]] for row in batch if job.entries[row][1] in unread}
             rows = [row for row in batch if row not in bad]
@@ -1089,14 +1106,15 @@ def embed_batches(job, todo, e):
             if bad and not skip:
                 raise UserError(f"item {shown(job.entries[min(bad)][0])}: {bad[min(bad)]}. Finished batches are kept; --on-error skip "
                                 "leaves such items out and lists them")
-            where, array = [job.place[row] for row in batch], mapped(f"{prefix}.partial.npy", job.shape)
+            array = mapped(f"{prefix}.partial.npy", job.shape)
             if array is None:
                 raise UserError(f"{prefix}.partial.npy: changed by something else while this run wrote it. Start again with --overwrite")
-            array[where] = vectors
-            note = {"batch": b, "rows": where, "crc32": zlib.crc32(vectors), "failed": bad}
+            array[job.places[b]] = vectors
+            notes = {str(row): error for row, error in bad.items()}
+            line = (json.dumps([b, notes, checksum(b, notes, vectors)]) + "\n").encode()
             try:
-                journal.write((json.dumps(note) + "\n").encode())
-                journal.flush()
+                if journal.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 raise cannot_write(f"{prefix}.partial.jsonl", error) from error
             failed.update(bad)
@@ -1109,14 +1127,19 @@ def extract(args, versions):
     job, prefix, started = prepare(args, versions), args.prefix, time.time()
     if already_done(prefix, job.settings, args.overwrite):
         return read_json(f"{prefix}.meta.json")
-    done = open_state(prefix, job.settings, job.shape, args.overwrite)
-    todo = [b for b in job.mine if b not in done]
+    done = open_state(prefix, job.settings, job.shape, job.places, args.overwrite)
+    todo = [b for b in job.places if b not in done]
     left = sum(len(job.batches[b]) for b in todo)
     print(f"{args.embedder} {args.mode}: {len(job.order):,} rows of {job.shape[1]} (shard {job.settings['shard']} of {len(job.entries):,} "
           f"entries), {left:,} to do in {len(todo):,} batches, padding {job.padding:.1%}", file=sys.stderr)
     failed = {**job.errors, **{row: error for notes in done.values() for row, error in notes.items()}}
-    if todo:
-        failed.update(embed_batches(job, todo, load_embedder(job)))
+    try:
+        if todo:
+            failed.update(embed_batches(job, todo, load_embedder(job)))
+    except KeyboardInterrupt:
+        with open(f"{prefix}.partial.jsonl", "rb") as file:
+            print(f"\nkept: {sum(1 for _ in file) - 1} of {len(job.places)} batches in {prefix}.partial.npy", file=sys.stderr)
+        raise
     kept = [row for row in job.order if row not in failed]
     if not kept:
         raise UserError(f"{prefix}: every one of the {len(job.order)} rows failed, first: {failed[min(failed)]}. Nothing was written")
@@ -1142,6 +1165,15 @@ def as_is(batch):
     return batch
 
 
+def from_workers(loader):
+    """The loader's batches; a worker that died (most often: killed for its memory) is a UserError."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        raise UserError(f"an image worker ended ({shown(error, 200)}). Finished batches are kept: give the command again, with fewer "
+                        "--workers if memory is short") from error
+
+
 def let_go(lock, worker):
     """In a forked worker: close the lock's file that it inherited, or the lock would outlive a killed run by seconds."""
     with contextlib.suppress(OSError):
@@ -1160,8 +1192,8 @@ def merge(args):
         if not os.path.exists(f"{part}.meta.json"):
             raise UserError(f"{part}.meta.json: not found, shard {shard} of {args.merge} is not finished. Finish it, then merge")
         array, keys, meta = read_embeddings(part)
-        if sha256(f"{part}.rows.npy") != meta.get("rows_sha256"):
-            raise UserError(f"{part}.rows.npy: its SHA-256 is not the one in the sidecar. Extract this shard again")
+        if not os.path.exists(f"{part}.rows.npy") or sha256(f"{part}.rows.npy") != meta.get("rows_sha256"):
+            raise UserError(f"{part}.rows.npy: missing, or its SHA-256 is not the one in the sidecar. Extract this shard again")
         parts.append((part, array, keys, meta, np.load(f"{part}.rows.npy", allow_pickle=False)))
     own = {"shard", "rows", "rows_sha256", "ids_sha256", "array_sha256", "failed_items", "run"}
     settings = {name: value for name, value in parts[0][3].items() if name not in own}

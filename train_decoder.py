@@ -27,10 +27,12 @@ COST  Qwen3-0.6B in float32 with AdamW needs 10 GB and about 2 MB for each token
 REUSE  Copy this file; it needs Python 3.11, torch>=2.6, transformers>=5.24, numpy>=2.0, tqdm>=4.66 (safetensors comes with transformers).
 """
 import argparse
+import array
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import math
@@ -132,6 +134,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -139,7 +142,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -156,7 +159,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -174,7 +178,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -187,24 +192,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:
@@ -245,9 +252,11 @@ def read_embeddings(prefix):
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
     if os.path.getsize(f"{prefix}.npy") != array.offset + array.nbytes:
-        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. Extract it again")
+        raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
+                        "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and {array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
+                        f"{array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -257,7 +266,7 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.ids.txt: expected {len(array)} unique lines, one for each row of the array, found {len(keys)} lines, "
                         f"{len(set(keys))} distinct{', some blank' if '' in keys else ''}")
     if "ids_sha256" in meta and sha256(f"{prefix}.ids.txt") != meta["ids_sha256"]:
-        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar, so it was changed after extraction. Extract it again")
+        raise UserError(f"{prefix}.ids.txt: its SHA-256 is not the one in the sidecar: changed after extraction. Extract it again")
     digest = hashlib.sha256()
     with open(f"{prefix}.npy", "rb") as file:
         digest.update(file.read(array.offset))
@@ -282,7 +291,8 @@ def write_embeddings(prefix, array, keys, meta):
     write_atomic(f"{prefix}.npy", lambda file: np.save(file, np.ascontiguousarray(array), allow_pickle=False))
     write_atomic(f"{prefix}.ids.txt", lambda file: file.write(("\n".join(keys) + "\n").encode()))
     write_json(f"{prefix}.meta.json", {"format_version": FORMAT_VERSION, **meta, "dim": int(array.shape[1]), "dtype": str(array.dtype),
-                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"), "array_sha256": sha256(f"{prefix}.npy")})
+                                       "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"),
+                                       "array_sha256": sha256(f"{prefix}.npy")})
 # ---- end of shared block: embeddings ----
 
 
@@ -314,7 +324,7 @@ def log(text):
 
 def join_embeddings(items, items_path, prefix):
     """Find each item's row by key. Returns (rows (N,), keys, meta); missing keys and items edited after extraction are errors."""
-    array, keys, meta = read_embeddings(prefix)
+    _, keys, meta = read_embeddings(prefix)
     made_from, found = meta.get("items_sha256"), sha256(items_path)
     if meta["key"] == "id" and meta["mode"] != "visual_only" and made_from not in (None, found):
         raise UserError(f"{prefix}.meta.json: made from items with SHA-256 {shown(made_from, 16)}, but {items_path} has {found[:12]}: the "
@@ -376,17 +386,20 @@ class Examples:
         return self.tokens[self.starts[i]:self.starts[i + 1]]
 
 
-def encode_text(texts, tokenizer):
-    """Token ids of plain texts, each distinct text encoded once. Special tokens in them stay text: `<|im_end|>` there ends nothing."""
-    distinct = list(dict.fromkeys(texts))
-    encoded = tokenizer(distinct, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)["input_ids"]
-    ids, backend, added = dict(zip(distinct, encoded)), tokenizer.backend_tokenizer, list(tokenizer.get_added_vocab())
-    for text in distinct:                               # split_special_tokens still finds added tokens that are not special, as <think>
-        if any(token in text for token in added):
-            plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
-            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(plain)] if backend.pre_tokenizer else [plain]
-            ids[text] = [token.id for piece in pieces for token in backend.model.tokenize(piece)]
-    return [ids[text] for text in texts]
+def encode_text(texts, tokenizer, known):
+    """Token ids of plain texts; `known` {text: ids} spares repeats. Special tokens in them stay text: `<|im_end|>` there ends nothing."""
+    if len(known) > 20_000:
+        known.clear()
+    if new := [text for text in dict.fromkeys(texts) if text not in known]:
+        encoded = tokenizer(new, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)["input_ids"]
+        known |= zip(new, encoded)
+        backend, added = tokenizer.backend_tokenizer, list(tokenizer.get_added_vocab())
+        for text in new:                                # split_special_tokens still finds added tokens that are not special, as <think>
+            if any(token in text for token in added):
+                plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
+                pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(plain)] if backend.pre_tokenizer else [plain]
+                known[text] = [token.id for piece in pieces for token in backend.model.tokenize(piece)]
+    return [known[text] for text in texts]
 
 
 def encode_items(items, tokenizer, template, soft_tokens, prefix=None, rows=None):
@@ -396,18 +409,19 @@ def encode_items(items, tokenizer, template, soft_tokens, prefix=None, rows=None
     if len(end) != 1 or end[0] not in after:
         raise UserError(f"the decoder's tokenizer cuts {template['end']} into {len(end)} tokens, expected one. Use a decoder with Qwen's "
                         "chat tokens")
-    tokens, lengths, prompts = [np.zeros(0, np.int32)], [], []
-    for start in range(0, len(items), 8192):            # in pieces, so that Python's lists stay small
-        part, pieces = items[start:start + 8192], []
-        for question, answer in zip(encode_text([item["question"] for item in part], tokenizer),
-                                    encode_text([item["answers"][0] for item in part], tokenizer)):
+    tokens, starts, prompts = array.array("i"), array.array("q", [0]), array.array("q")     # 4 or 8 bytes a number
+    known = {}
+    for start in range(0, len(items), 8192):
+        part = items[start:start + 8192]
+        for question, answer in zip(encode_text([item["question"] for item in part], tokenizer, known),
+                                    encode_text([item["answers"][0] for item in part], tokenizer, known)):
             prompt = before + [0] * soft_tokens + between + question + after
-            pieces += prompt + answer + end
+            tokens.extend(prompt + answer + end)
             prompts.append(len(prompt))
-            lengths.append(len(prompt) + len(answer) + 1)
-        tokens.append(np.array(pieces, np.int32))
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return Examples([item["id"] for item in items], np.concatenate(tokens), starts, np.array(prompts, np.int64), len(before), prefix, rows)
+            starts.append(len(tokens))
+    ids = [item["id"] for item in items]
+    tokens, starts, prompts = np.asarray(tokens, np.int32), np.asarray(starts, np.int64), np.asarray(prompts, np.int64)
+    return Examples(ids, tokens, starts, prompts, len(before), prefix, rows)
 
 
 def cut(order, lengths, batch_size, batch_tokens):
@@ -549,7 +563,8 @@ def check_vectors(prefix, rows, images, allow):
     norms, hashes = np.concatenate([norm for norm, _ in pieces]), np.concatenate([np.array(part, np.int64) for _, part in pieces])
     _, std, _, _ = statistics(prefix, rows, [])
     order = np.argsort(hashes, kind="stable")
-    same = [(images[a], images[b]) for a, b in zip(order, order[1:]) if hashes[a] == hashes[b] and images[a] != images[b]]
+    equal = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    same = [(images[a], images[b]) for a, b in zip(order[equal], order[equal + 1]) if images[a] != images[b]]
     log(f"vectors: {len(rows):,} rows, norm {norms.min():.4g} to {norms.max():.4g} (mean {norms.mean():.4g}), standard deviation of a "
         f"dimension {std.min():.3g} to {std.max():.3g} (median {np.median(std):.3g}), "
         f"{100 * len(same) / len(rows):.2f}% equal another image's")
@@ -836,6 +851,14 @@ def describe(names, old, new):
     return "; ".join(f"{name}: {shown(old.get(name), 60)}, now {shown(new.get(name), 60)}" for name in names)
 
 
+def remove_temporary(*patterns):
+    """Remove what writes of a killed process left under PATTERN.PID.tmp; the lock is held, so no living process writes there."""
+    for pattern in patterns:
+        for path in glob.glob(f"{pattern}.*.tmp"):
+            if os.path.isfile(path):
+                os.remove(path)
+
+
 def append(path, *lines):
     """Add JSON lines to a file in one write."""
     try:
@@ -854,6 +877,8 @@ def read_training(args):
     for split in ("train", "dev"):
         path, prefix, rows = getattr(args, f"{split}_items"), getattr(args, f"{split}_embeddings"), None
         items = read_items(path, args.limit)
+        for i, item in enumerate(items):                # a third of the memory at a million items
+            items[i] = {"id": item["id"], "image": item["image"], "question": item["question"], "answers": item["answers"][:1]}
         kept = [item for item in items if item["id"] not in failed and item["id"] not in excluded]
         counts[split] = {"items": len(items), "failed": sum(item["id"] in failed for item in items),
                          "excluded": sum(item["id"] in excluded and item["id"] not in failed for item in items)}
@@ -900,7 +925,9 @@ def look_at_output(args, signature):
         if not args.resume:
             raise UserError(f"{args.out}: holds an unfinished run. Continue it with --resume, or start again with --overwrite")
         return open_checkpoint(args.out, signature)
-    if os.path.isdir(args.out) and (others := set(os.listdir(args.out)) - {"resume", "metrics.jsonl", "skipped.jsonl"}):
+    known = ("resume", "metrics.jsonl", "skipped.jsonl")
+    others = [name for name in os.listdir(args.out) if name not in known and not name.endswith(".tmp")] if os.path.isdir(args.out) else []
+    if others:
         raise UserError(f"{args.out}: holds other files ({shown(', '.join(sorted(others)))}) and no checkpoint to continue from. Choose "
                         "another --out, or pass --overwrite")
     return None
@@ -982,6 +1009,7 @@ def prepare_output(args, step, skipped):
         os.makedirs(resume, exist_ok=True)
     except OSError as error:
         raise cannot_write(resume, error) from error
+    remove_temporary(f"{glob.escape(args.out)}/*", f"{glob.escape(args.out)}/last/*", f"{glob.escape(resume)}/*.json")
     if step and os.path.exists(metrics):
         with open(metrics, "rb") as file:               # a line torn by a kill lies after the checkpoint
             whole = file.read().rpartition(b"\n")[0]
@@ -1030,60 +1058,72 @@ def fit(args):
                 torch.distributed.destroy_process_group()
 
 
-def train(args, splits, meta, counts, arguments, signature, state, rank, world, device):
-    """Set up model, data and schedule, then the loop: forward, loss, backward, sum over ranks, clip, step. Returns the summary."""
-    began, resume, share = time.time(), os.path.join(args.out, "resume"), args.accumulation * world
-    source = os.path.join(resume, state["folder"]) if state else args.decoder
+def prepare_training(args, splits, meta, counts, source, resuming, device):
+    """Tokenise, check the vectors, fit the vector steps, load decoder and projector from `source`.
+
+    Returns (Readout, {split: Examples}, [skipped items], what readout.json says about them).
+    """
     tokenizer, soft_tokens = load_tokenizer(source), 0 if args.no_embedding else args.tokens
     template = {"before": BEFORE, "between": BETWEEN, "after": AFTER + (THINK if args.think_block else ""), "end": END}
     data, skipped = prepare_examples(args, splits, tokenizer, template, soft_tokens, counts)
-    examples, dev, steps, dim, size = data["train"], data["dev"], None, None, 0
+    steps, dim, size = None, None, 0
     if soft_tokens:
         items, _, rows = splits["train"]
-        image, used = {row: item["image"] for item, row in zip(items, rows.tolist())}, np.unique(examples.rows)
+        image, used = {row: item["image"] for item, row in zip(items, rows.tolist())}, np.unique(data["train"].rows)
         check_vectors(args.train_embeddings, used, [image[row] for row in used.tolist()], args.allow_duplicate_vectors)
-        del items, image
         steps, dim, size = fit_steps(args.transform, args.normalize, args.train_embeddings, used, meta["dim"])
+        del items, image
     splits.clear()                                      # the texts are tokens now
-
     decoder = load_decoder(source, torch.float32).to(device).train()
-    weight = decoder.get_output_embeddings().weight     # (V, H)
+    width = decoder.get_output_embeddings().weight.shape[1]
     torch.manual_seed(args.seed)                        # here, so that nothing drawn before changes how the projector starts
-    projector = make_projector(args.projector, dim, weight.shape[1], soft_tokens)
-    if state and projector:
-        projector, _ = load_projector(source, read_json(os.path.join(source, "readout.json")), weight.shape[1])
-    readout = Readout(tokenizer, decoder, projector and projector.to(device), steps, device, compute_dtype(args.dtype, device))
-    optimizer, named = build_optimizer(args, readout)
-    parameters = [parameter for _, parameter in named]
-    if state:
-        load_optimizer(source, state["step"], optimizer, named)
+    projector = make_projector(args.projector, dim, width, soft_tokens)
+    if resuming:
+        projector, _ = load_projector(source, read_json(os.path.join(source, "readout.json")), width)
     if args.gradient_checkpointing:
         decoder.gradient_checkpointing_enable()
     if args.compile:
         decoder.base_model.compile(dynamic=True)
+    facts = {"tokens": soft_tokens, "projector": projector and {"kind": args.projector, "dim": dim}, "normalize": args.normalize,
+             "transform": args.transform, "steps": [kind for kind, _ in steps or []], "bytes_per_embedding": size, "template": template,
+             "decoder": args.decoder, "decoder_revision": getattr(decoder.config, "_commit_hash", None), "seed": args.seed,
+             "counts": counts}
+    readout = Readout(tokenizer, decoder, projector and projector.to(device), steps, device, compute_dtype(args.dtype, device))
+    return readout, data, skipped, facts
 
-    lengths = examples.lengths
+
+def announce(args, readout, examples, batches, total, world, trainable, size):
+    """Print the facts that follow from the flags; `batches` is the plan of one epoch."""
+    lengths, tokens = examples.lengths, int(examples.lengths.sum())
+    padding = 1 - tokens / sum(len(index) * int(lengths[index].max()) for index in batches)
+    log(f"fit: {total:,} steps ({args.epochs} epochs of about {len(batches):,}); global batch up to {args.batch_size} items and "
+        f"{args.batch_tokens:,} padded tokens over {world} ranks x {args.accumulation} micro-steps; {trainable:,} trainable parameters; "
+        f"{tokens:,} tokens an epoch, {100 * padding:.1f}% padding; {0 if readout.projector is None else args.tokens} soft tokens, {size} "
+        f"bytes an embedding; {readout.device}, {str(readout.dtype).removeprefix('torch.')}")
+
+
+def train(args, splits, meta, counts, arguments, signature, state, rank, world, device):
+    """Set up model, data and schedule, then the loop: forward, loss, backward, sum over ranks, clip, step. Returns the summary."""
+    began, resume, share = time.time(), os.path.join(args.out, "resume"), args.accumulation * world
+    source = os.path.join(resume, state["folder"]) if state else args.decoder
+    readout, data, skipped, facts = prepare_training(args, splits, meta, counts, source, state is not None, device)
+    examples, dev, lengths = data["train"], data["dev"], data["train"].lengths
+    optimizer, named = build_optimizer(args, readout)
+    parameters, weight = [value for _, value in named], readout.decoder.get_output_embeddings().weight      # weight (V, H)
+    if state:
+        load_optimizer(source, state["step"], optimizer, named)
+
     plans = [plan(lengths, args.seed, epoch, args.batch_size, args.batch_tokens) for epoch in range(args.epochs)]
     todo = [(epoch, index) for epoch, batches in enumerate(plans) for index in batches][:args.max_steps]
-    total, warmup = len(todo), round(args.warmup * len(todo))
+    total, warmup, step = len(todo), round(args.warmup * len(todo)), state["step"] if state else 0
     dev_batches = cut(np.argsort(dev.lengths, kind="stable"), dev.lengths, args.batch_size, max(1, args.batch_tokens // share))
-    padding = 1 - int(lengths.sum()) / sum(len(index) * int(lengths[index].max()) for index in plans[0])
-    log(f"fit: {total:,} steps ({args.epochs} epochs of about {len(plans[0]):,}); global batch up to {args.batch_size} items and "
-        f"{args.batch_tokens:,} padded tokens over {world} ranks x {args.accumulation} micro-steps; "
-        f"{sum(parameter.numel() for parameter in parameters):,} trainable parameters; {int(lengths.sum()):,} tokens an epoch, "
-        f"{100 * padding:.1f}% padding; {soft_tokens} soft tokens, {size} bytes an embedding; {device}, "
-        f"{str(readout.dtype).removeprefix('torch.')}")
-
-    step = state["step"] if state else 0
+    announce(args, readout, examples, plans[0], total, world, sum(map(torch.numel, parameters)), facts["bytes_per_embedding"])
     if step > total:
         raise UserError(f"{args.out}: its checkpoint is at step {step}, after the end of this run ({total}). Raise --epochs or --max-steps")
     progress = ("dev_loss", "best", "best_step", "best_loss", "window")             # window: sums since the last line of the log
     dev_loss, best, best_step, best_loss, window = (state[name] for name in progress) if state else (None, None, 0, None, dict(NO_SUMS))
-    record = {"format_version": FORMAT_VERSION, "embedder": None, "mode": None, "dim": None} | {
-        name: meta[name] for name in IDENTITY if name in meta} | {
-        "tokens": soft_tokens, "projector": projector and {"kind": args.projector, "dim": dim}, "normalize": args.normalize,
-        "transform": args.transform, "steps": [kind for kind, _ in steps or []], "bytes_per_embedding": size, "template": template,
-        "decoder": args.decoder, "decoder_revision": getattr(decoder.config, "_commit_hash", None), "seed": args.seed, "counts": counts,
+    record = {"format_version": FORMAT_VERSION} | {"embedder": None, "mode": None, "dim": None} | {
+        name: meta[name] for name in IDENTITY if name in meta} | facts | {
         "arguments": arguments, "signature": signature, "train_items_sha256": signature["train_items_sha256"],
         "train_embeddings_sha256": signature.get("train_embeddings_meta_sha256"),
         "run": {"argv": sys.argv, "versions": versions(), "host": platform.node(), "device": str(device), "ranks": world}}
@@ -1092,7 +1132,7 @@ def train(args, splits, meta, counts, arguments, signature, state, rank, world, 
         """This rank's micro-batches of one global batch. Strided slices of a batch sorted by length are of nearly equal length."""
         epoch, index = task
         parts = [index[micro * world + rank::share] for micro in range(args.accumulation)]
-        return epoch, index, [pack(examples, part, steps) for part in parts if len(part)]
+        return epoch, index, [pack(examples, part, readout.steps) for part in parts if len(part)]
 
     metrics = prepare_output(args, step, skipped) if rank == 0 else None
     bar = tqdm(total=total, initial=step, desc="fit", unit="step", disable=None if rank == 0 else True, file=sys.stderr)
@@ -1124,7 +1164,7 @@ def train(args, splits, meta, counts, arguments, signature, state, rank, world, 
         optimizer.zero_grad()
         bar.update()
 
-        for name, value in zip(window, (loss, supervised, int(lengths[index].sum()), time.time() - since)):
+        for name, value in zip(NO_SUMS, (loss, supervised, int(lengths[index].sum()), time.time() - since)):
             window[name] += value
         evaluating = step % args.eval_every == 0 or step == total
         if step % args.log_every == 0 or evaluating:
@@ -1235,6 +1275,7 @@ def open_partial(output, overwrite):
     """Read OUT.partial: a line with the signature, then predictions. Returns {id: prediction}; a torn last line is cut off."""
     path, content = f"{output['out']}.partial", b""
     header = (json.dumps({"signature": output["signature"]}) + "\n").encode()
+    remove_temporary(glob.escape(output["out"]), glob.escape(path), glob.escape(meta_name(output["out"])))
     if os.path.exists(path):
         with open(path, "rb") as file:
             content = file.read()
@@ -1331,7 +1372,7 @@ def finish(args, record, items, failed, output, done, device, seconds):
         "readout_sha256": record["content_sha256"], "items_sha256": output["signature"]["items_sha256"], "limit": args.limit,
         "command": sys.argv, "n": len(lines), "failed": len(lines) - len(bits), "mean_answer_bits": sum(bits) / len(bits) if bits else None,
         "embeddings": output["meta"], "signature": output["signature"], "predictions_sha256": sha256(out), "device": str(device),
-        "versions": versions(), "seconds": round(seconds, 1), "peak_memory_bytes": peak_memory(device)})
+        "versions": versions(), "seconds": round(seconds, 3), "peak_memory_bytes": peak_memory(device)})
     os.remove(f"{out}.partial")
 
 

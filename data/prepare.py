@@ -124,6 +124,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -131,7 +132,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -148,7 +149,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -166,7 +168,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -179,24 +182,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:

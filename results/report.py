@@ -4,12 +4,12 @@
     python results/report.py                                   # every folder in results/ that has a scores.json, each its own page
 
 READS   RUN_DIR/scores.json and scores.jsonl (evaluate.py); the prediction files that they name, with their sidecars; where they are there:
-        controls.json, commands.sh and curve.json beside the predictions (controls.py), readout.json (train_decoder.py), the items and images,
+        controls.json, commands.sh and curve.json beside the predictions (controls.py), readout.json (train_decoder.py), items and images,
         results/paper.json (published figures), --benchmark F.csv (columns embedder, score; optional mode, source).
 WRITES  RUN_DIR/report.html, one file that needs no network (its own policy forbids any), light and dark, and RUN_DIR/report.md, the same
         tables. With several RUN_DIR the first one's folder, or --out. Each file is replaced whole or not at all.
-SAYS    nothing of its own about scores: every figure, interval and verdict is evaluate.py's. Own are only the words of the summary, the choice
-        of examples, and the order against another benchmark (Kendall's tau-b, Spearman's rho, exact permutation p).
+SAYS    nothing of its own about scores: every figure, interval and verdict is evaluate.py's. Own are only the words of the summary, the
+        choice of examples, and the order against another benchmark (Kendall's tau-b, Spearman's rho, exact permutation p).
         Several RUN_DIR must be scored on the same items; a prediction file that changed after scoring is an error.
 NEVER   markup from data: text is escaped in HTML and Markdown, and the examples' texts are set by the page's script as text.
 The same files and flags give the same bytes. Exit status: 0 done, 1 failed with a line that says what and where, 2 wrong command line.
@@ -17,6 +17,7 @@ To reuse elsewhere copy this file; it needs Python >= 3.11, numpy >= 2.0 and pil
 """
 import argparse
 import base64
+import collections
 import contextlib
 import csv
 import glob
@@ -50,8 +51,10 @@ CONDITION_MEANS = {
     "nearest": "the vector of the most similar other image", "question_vector": "the question embedded with a blank image",
     "raw_image": "a model that sees the image itself: the ceiling, not a control"}
 MODES = {"visual_only": "visual-only", "vl_joint": "joint"}
-EMBEDDERS = {"clip": "CLIP", "siglip": "SigLIP", "qwen3-vl-embedding-2b": "Qwen3-VL-Embedding-2B", "qwen3-vl-embedding-8b": "Qwen3-VL-Embedding-8B",
-             "vlm2vec-v2": "VLM2Vec-V2", "ume-r1-2b": "UME-R1-2B", "ume-r1-7b": "UME-R1-7B", "embed-rl-2b": "Embed-RL-2B", "embed-rl-4b": "Embed-RL-4B"}
+EMBEDDERS = {"clip": "CLIP", "siglip": "SigLIP", "qwen3-vl-embedding-2b": "Qwen3-VL-Embedding-2B",
+             "qwen3-vl-embedding-8b": "Qwen3-VL-Embedding-8B",
+             "vlm2vec-v2": "VLM2Vec-V2", "ume-r1-2b": "UME-R1-2B", "ume-r1-7b": "UME-R1-7B", "embed-rl-2b": "Embed-RL-2B",
+             "embed-rl-4b": "Embed-RL-4B"}
 DOMAINS = {"natural_image": "natural images", "scene_text": "scene text", "visual_document": "visual documents"}
 TEXT_SHOWN = 400                                        # characters of a question, answer or prediction on the page
 EXACT = 9                                               # up to so many models the p-values enumerate all orders; above, RANDOM_ORDERS
@@ -129,6 +132,7 @@ def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     def no_constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -136,7 +140,7 @@ def read_jsonl(path):
     with file:
         for number, line in enumerate(file, 1):
             try:
-                value = json.loads(line.decode("utf-8"), parse_constant=no_constant)
+                value = decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -153,7 +157,8 @@ def read_items(path, limit=None):
     items, seen = [], set()
     for number, item in read_jsonl(path):
         def bad(expected, found):
-            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. Mend the item file")
+            return UserError(f"{path} line {number} (id {shown(item.get('id'))}): expected {expected}, found {shown(repr(found))}. "
+                             "Mend the item file")
         for field in ("id", "image", "question", "source", "domain"):
             if not isinstance(item.get(field), str) or (field != "question" and not item[field]):
                 raise bad(f"a text in '{field}'", item.get(field))
@@ -171,7 +176,8 @@ def read_items(path, limit=None):
         if "metric" in item and item["metric"] not in METRICS:
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
-        items.append(item)
+        item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
+        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -184,24 +190,26 @@ def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
     path = f"{str(output).rstrip('/')}.lock"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    while True:
-        file = open(path, "a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                            "or choose another output") from None
-        if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-            break
-        file.close()                                    # the former holder removed the file between our open and our lock
-    file.seek(0)
-    if holder := file.read().strip():
-        print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-    file.truncate(0)
-    file.write(f"host {platform.node()} pid {os.getpid()}\n")
-    file.flush()
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        while True:
+            file = open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
+                                "or choose another output") from None
+            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
+                break
+            file.close()                                # the former holder removed the file between our open and our lock
+        file.seek(0)
+        if holder := file.read().strip():
+            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         yield
     finally:
@@ -254,13 +262,16 @@ def open_image(folder, name):
 
 # ---- the page: style, symbols and script; no character of them comes from data ----
 STYLE = """
-:root { --bg: #f6f6f3; --panel: #fff; --ink: #1b1c1f; --soft: #5b5e66; --line: #e1e1dc; --faint: #efefeb; --joint: #1f5fcc; --visual: #b4500b;
+:root { --bg: #f6f6f3; --panel: #fff; --ink: #1b1c1f; --soft: #5b5e66; --line: #e1e1dc; --faint: #efefeb; --joint: #1f5fcc;
+  --visual: #b4500b;
   --yes: #14703c; --no: #b3261e; --mixed: #855d00; --open: #5b5e66; }
-@media screen and (prefers-color-scheme: dark) { :root { --bg: #121315; --panel: #1b1d20; --ink: #e8e8e4; --soft: #a4a8b0; --line: #33363b; --faint: #25282c;
+@media screen and (prefers-color-scheme: dark) { :root { --bg: #121315; --panel: #1b1d20; --ink: #e8e8e4; --soft: #a4a8b0; --line: #33363b;
+  --faint: #25282c;
   --joint: #84b2ff; --visual: #f3a361; --yes: #6fd097; --no: #ff9187; --mixed: #e5c05d; --open: #a4a8b0; } }
 * { box-sizing: border-box; }
 html { color-scheme: light dark; -webkit-text-size-adjust: 100%; scroll-padding-top: 1rem; }
-body { margin: 0; background: var(--bg); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+body { margin: 0; background: var(--bg); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   overflow-wrap: anywhere; }
 header, main { max-width: 1180px; margin: 0 auto; padding: 0 20px; }
 header { padding-top: 36px; padding-bottom: 8px; }
@@ -274,57 +285,76 @@ h3 { font-size: 1rem; margin: 22px 0 8px; }
 .card, .panel { background: var(--panel); border: 1px solid var(--line); border-radius: 12px; padding: 20px; }
 .panel { margin: 0 0 16px; }
 .card h2 { font-size: .9rem; font-weight: 500; color: var(--soft); margin: 0 0 6px; }
-.card .answer { display: flex; gap: 10px; align-items: flex-start; font-size: 1.3rem; font-weight: 650; line-height: 1.25; letter-spacing: -.01em; margin: 0 0 14px; }
+.card .answer { display: flex; gap: 10px; align-items: flex-start; font-size: 1.3rem; font-weight: 650; line-height: 1.25;
+  letter-spacing: -.01em; margin: 0 0 14px; }
 .card p { font-size: .9rem; color: var(--soft); margin: 8px 0 0; }
 .card .answer { color: var(--ink); }
-.tone { width: 22px; height: 22px; flex: none; margin-top: 3px; fill: none; stroke: currentColor; stroke-width: 2; stroke-linecap: round; stroke-linejoin: round; }
+.tone { width: 22px; height: 22px; flex: none; margin-top: 3px; fill: none; stroke: currentColor; stroke-width: 2; stroke-linecap: round;
+  stroke-linejoin: round; }
 .yes .tone { color: var(--yes); } .no .tone { color: var(--no); } .mixed .tone { color: var(--mixed); } .open .tone { color: var(--open); }
 .bars { list-style: none; margin: 0 0 10px; padding: 0; font-size: .9rem; }
 .bars li { display: grid; grid-template-columns: 7.8em 3.2em 1fr; gap: 10px; align-items: center; padding: 3px 0; }
 .bars b { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .bar { width: 100%; height: 18px; }
-.bar rect { fill: currentColor; opacity: .75; } .bar .axis { stroke: var(--soft); } .bar .whisker { stroke: var(--ink); stroke-width: 1.3; fill: none; } .bar path { vector-effect: non-scaling-stroke; }
+.bar rect { fill: currentColor; opacity: .75; } .bar .axis { stroke: var(--soft); }
+.bar .whisker { stroke: var(--ink); stroke-width: 1.3; fill: none; } .bar path { vector-effect: non-scaling-stroke; }
 .bar.joint { color: var(--joint); } .bar.visual { color: var(--visual); } .bar.flat { color: var(--soft); }
-.grid { font-size: .84rem; margin-bottom: 10px; } .grid th, .grid td { padding: 5px 6px 5px 0; min-width: 0; } .grid thead th { white-space: normal; font-size: .78rem; line-height: 1.25; }
-.grid tbody th { font-weight: 400; min-width: 0; width: 42%; } .grid td, .grid thead th + th { text-align: center; } .grid .s { width: 16px; height: 16px; margin: 0; }
+.grid { font-size: .84rem; margin-bottom: 10px; table-layout: fixed; }
+.grid th, .grid td { padding: 5px 6px 5px 0; min-width: 0; overflow-wrap: anywhere; }
+.grid thead th { white-space: normal; font-size: .7rem; line-height: 1.25; padding-right: 2px; }
+.grid th:first-child { width: 28%; } .grid tbody th { font-weight: 400; min-width: 0; }
+.grid td, .grid thead th + th { text-align: center; }
+.grid .s { width: 16px; height: 16px; margin: 0; }
 .note { color: var(--soft); font-size: .88rem; margin: 0 0 12px; max-width: 90ch; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 10px; padding: 0; font-size: .88rem; color: var(--soft); }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 10px; padding: 0; font-size: .88rem;
+  color: var(--soft); }
 .legend li { display: flex; align-items: center; gap: 5px; }
 .legend svg { width: 20px; height: 20px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 245px), 1fr)); gap: 16px 26px; margin-bottom: 24px; }
-.charts.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); }
+.charts.wide { grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); } .charts.wide .chart { max-width: 500px; }
 .chart { width: 100%; max-width: 400px; height: auto; display: block; }
-.chart text { font-size: 11.5px; fill: var(--soft); } .chart .t { font-size: 13px; font-weight: 650; fill: var(--ink); } .chart .l { fill: var(--ink); }
+.chart text { font-size: 12px; fill: var(--soft); } .chart .t { font-size: 13px; font-weight: 650; fill: var(--ink); }
+.chart .l { fill: var(--ink); }
 .chart .v { font-weight: 650; fill: var(--ink); font-variant-numeric: tabular-nums; } .chart .s { font-size: 11px; fill: var(--ink); }
-.chart .grid { stroke: var(--faint); fill: none; } .chart .base { stroke: var(--line); stroke-width: 1.5; } .chart .tick { font-size: 11px; }
+.chart .grid { stroke: var(--faint); fill: none; } .chart .base { stroke: var(--line); stroke-width: 1.5; }
+.chart .tick { font-size: 11px; }
 .chart .joint { color: var(--joint); } .chart .visual { color: var(--visual); }
 .m { fill: var(--panel); stroke: var(--soft); stroke-width: 1.6; } .m.matched { fill: currentColor; stroke: var(--panel); }
 .legend .m.matched { fill: var(--ink); }
 .whisker { stroke: currentColor; stroke-width: 2; fill: none; }
 .chart .floor { stroke: var(--soft); stroke-dasharray: 5 4; fill: none; }
-.family { color: var(--soft); } .family.full { color: var(--ink); } .family.first { color: var(--joint); } .family.random { color: var(--visual); }
+.family { color: var(--soft); } .family.full { color: var(--ink); } .family.first { color: var(--joint); }
+.family.random { color: var(--visual); }
 .family.int8 { color: var(--yes); } .family.binary { color: var(--no); } .family.mixed { color: var(--mixed); }
-.family polyline { fill: none; stroke: currentColor; stroke-width: 1.6; } .family .dot { fill: currentColor; stroke: currentColor; stroke-width: 1.6; }
+.family polyline { fill: none; stroke: currentColor; stroke-width: 1.6; }
+.family .dot { fill: currentColor; stroke: currentColor; stroke-width: 1.6; }
 .family .whisker { stroke-width: 1.2; opacity: .7; }
 .slope path { stroke: currentColor; stroke-width: 1.8; fill: none; } .slope circle { fill: currentColor; }
-.slope .same { color: var(--soft); } .slope .up { color: var(--yes); } .slope .down { color: var(--no); } .slope .down path { stroke-dasharray: 6 3; }
+.slope .same { color: var(--soft); } .slope .up { color: var(--yes); } .slope .down { color: var(--no); }
+.slope .down path { stroke-dasharray: 6 3; }
 .scroll { overflow-x: auto; margin: 0 -20px; padding: 0 20px; }
 table { border-collapse: collapse; font-size: .88rem; width: 100%; }
 th, td { text-align: left; padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: normal; }
 thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; white-space: nowrap; border-bottom-color: var(--soft); }
 tbody th { font-weight: 600; min-width: 9em; } td { min-width: 4em; }
-td.tight { white-space: nowrap; } td.num { font-variant-numeric: tabular-nums; white-space: nowrap; } td small { display: block; color: var(--soft); font-size: .8rem; }
-tr.paper th, tr.paper td { color: var(--soft); font-style: italic; font-weight: 400; } tr.floor th, tr.control th, tr.floor td, tr.control td { color: var(--soft); font-weight: 400; }
+td.tight { white-space: nowrap; } td.num { font-variant-numeric: tabular-nums; white-space: nowrap; }
+td small, th small { display: block; color: var(--soft); font-size: .8rem; font-weight: 400; }
+td.text { min-width: 9em; } td.long { min-width: 20em; }
+tr.paper th, tr.paper td { color: var(--soft); font-style: italic; font-weight: 400; }
+tr.floor th, tr.control th, tr.floor td, tr.control td { color: var(--soft); font-weight: 400; }
+tr.group th { padding-top: 16px; } tr.group span { position: sticky; left: 0; } table .group + tr th { font-weight: 600; }
 tbody tr:last-child > * { border-bottom: 0; }
 summary { cursor: pointer; } summary h2 { display: inline; } details[open] summary { margin-bottom: 12px; }
 .plain { padding-left: 1.2em; font-size: .9rem; }
-pre { overflow-x: auto; background: var(--faint); padding: 14px; border-radius: 8px; font-size: .78rem; line-height: 1.55; max-height: 26rem; overflow-wrap: normal; }
-#filters { display: grid; gap: 8px; margin-bottom: 14px; }
-.group { display: flex; gap: 10px; align-items: baseline; }
-.group > span { flex: none; width: 6.2em; font-size: .85rem; color: var(--soft); }
+pre { overflow-x: auto; background: var(--faint); padding: 14px; border-radius: 8px; font-size: .78rem; line-height: 1.55;
+  max-height: 26rem; overflow-wrap: normal; }
+#filters { display: grid; grid-template-columns: minmax(0, 1fr); gap: 8px; margin-bottom: 14px; }
+.filter { display: flex; gap: 10px; align-items: baseline; }
+.filter > span { flex: none; width: 6.2em; font-size: .85rem; color: var(--soft); }
 .chips { display: flex; gap: 6px; flex-wrap: wrap; min-width: 0; }
 button { font: inherit; color: inherit; }
-.chips button { font-size: .85rem; line-height: 1.3; padding: 5px 12px; border: 1px solid var(--line); border-radius: 999px; background: none; cursor: pointer; }
+.chips button { font-size: .85rem; line-height: 1.3; padding: 5px 12px; border: 1px solid var(--line); border-radius: 999px;
+  background: none; cursor: pointer; }
 .chips button:hover { border-color: var(--soft); }
 .chips button[aria-pressed=true] { background: var(--ink); border-color: var(--ink); color: var(--panel); }
 :focus-visible { outline: 2px solid var(--joint); outline-offset: 2px; }
@@ -332,31 +362,47 @@ button { font: inherit; color: inherit; }
 #cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 14px; align-items: start; }
 .example { border: 1px solid var(--line); border-radius: 10px; padding: 14px; }
 .example .top { display: flex; gap: 12px; align-items: flex-start; }
-.thumb { flex: none; width: 104px; padding: 0; border: 0; background: var(--faint); border-radius: 6px; overflow: hidden; cursor: zoom-in; line-height: 0; }
+.thumb { flex: none; width: 104px; padding: 0; border: 0; background: var(--faint); border-radius: 6px; overflow: hidden; cursor: zoom-in;
+  line-height: 0; }
 .thumb img { width: 100%; height: auto; } .thumb[aria-expanded=true] { width: 100%; cursor: zoom-out; } .wide { flex-wrap: wrap; }
-.nothumb { flex: none; width: 104px; padding: 24px 6px; text-align: center; font-size: .75rem; color: var(--soft); background: var(--faint); border-radius: 6px; }
+.nothumb { flex: none; width: 104px; padding: 24px 6px; text-align: center; font-size: .75rem; color: var(--soft); background: var(--faint);
+  border-radius: 6px; }
 .question { margin: 0; font-size: .93rem; white-space: pre-line; min-width: 0; unicode-bidi: isolate; }
 .gold { margin: 8px 0 0; font-size: .9rem; unicode-bidi: isolate; } .gold b { font-weight: 650; } .gold span { color: var(--soft); }
 .where { margin: 8px 0 0; font-size: .76rem; color: var(--soft); }
 .said { margin-top: 10px; font-size: .86rem; table-layout: fixed; }
-.said th, .said td { padding: 5px 8px 5px 0; min-width: 0; overflow-wrap: anywhere; } .said thead th { white-space: normal; } .said tbody th { width: auto; min-width: 0; font-weight: 400; color: var(--soft); }
+.said th, .said td { padding: 5px 8px 5px 0; min-width: 0; overflow-wrap: anywhere; } .said thead th { white-space: normal; }
+.said tbody th { width: auto; min-width: 0; font-weight: 400; color: var(--soft); }
 .said col:first-child { width: 6.4em; } .said .matched td { font-weight: 600; } .said bdi { white-space: pre-line; }
 .said div { max-height: 7.5em; overflow-y: auto; }
 .s { width: 1.05em; height: 1.05em; vertical-align: -.18em; margin-right: 6px; }
 .right { color: var(--yes); } .wrong { color: var(--no); } .part { color: var(--mixed); } .none { color: var(--soft); }
-#more { display: block; margin: 16px auto 0; padding: 8px 20px; border: 1px solid var(--soft); border-radius: 999px; background: none; cursor: pointer; }
+#more { display: block; margin: 16px auto 0; padding: 8px 20px; border: 1px solid var(--soft); border-radius: 999px; background: none;
+  cursor: pointer; }
 #more[hidden] { display: none; }
 @media (max-width: 640px) {
   header, main { padding-left: 14px; padding-right: 14px; } header { padding-top: 22px; }
   .card, .panel { padding: 16px 14px; } .scroll { margin: 0 -14px; padding: 0 14px; }
-  .group { display: block; } .group > span { display: block; width: auto; margin-bottom: 4px; }
-  .chips { flex-wrap: nowrap; overflow-x: auto; margin: 0 -14px; padding: 2px 14px; scrollbar-width: none; } .chips button { flex: none; padding: 7px 13px; }
+  .scroll th:first-child { position: sticky; left: -14px; z-index: 1; background: var(--panel); max-width: 9em; min-width: 7em;
+    padding-left: 14px; }
+  .scroll .group th:first-child { max-width: none; }
+  .scroll table { margin-left: -14px; } .filter { display: block; } .filter > span { display: block; width: auto; margin-bottom: 4px; }
+  .chips { flex-wrap: nowrap; overflow-x: auto; margin: 0 -14px; padding: 2px 14px; scrollbar-width: none; }
+  .chips button { flex: none; padding: 7px 13px; }
 }
 @media print {
-  body { background: #fff; font-size: 10.5pt; } header, main { max-width: none; padding: 0; } nav, #filters, #more, #count { display: none; }
-  .card, .panel { border-color: #ccc; border-radius: 0; padding: 10px; } .card, .example, .chart, tr, li { break-inside: avoid; } h2 { break-after: avoid; }
-  .scroll { overflow: visible; margin: 0; padding: 0; } table { font-size: 7.5pt; } th, td, td.num, thead th { padding-right: 6px; min-width: 0; white-space: normal; }
-  .cards { grid-template-columns: repeat(3, 1fr); } .charts, #cards { grid-template-columns: repeat(2, 1fr); } pre { max-height: none; white-space: pre-wrap; }
+  @page { margin: 12mm; }
+  html { font-size: 12px; } body { background: #fff; font-size: 12px; } header, main { max-width: none; padding: 0; }
+  nav, #filters, #more, #count { display: none; }
+  .card, .panel { border-color: #ccc; border-radius: 0; padding: 10px; } .card, .example, .chart, tr, li { break-inside: avoid; }
+  h2, .legend, thead { break-after: avoid; }
+  .scroll { overflow: visible; margin: 0; padding: 0; } table { font-size: 9px; }
+  th, td, thead th { padding: 4px 6px 4px 0; min-width: 0 !important; white-space: normal; }
+  td small, th small { font-size: 8px; white-space: nowrap; } .said, .grid { font-size: 10px; }
+  .bars li { grid-template-columns: 6.5em 3em 1fr; gap: 6px; }
+  .cards, #cards { grid-template-columns: repeat(3, 1fr); } .charts { grid-template-columns: repeat(4, 1fr); gap: 8px 14px; }
+  .charts.wide { grid-template-columns: 1fr 1fr; }
+  .chart text { font-size: 13px; } .thumb { width: 70px; } pre { max-height: none; white-space: pre-wrap; }
   * { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
 }
 """
@@ -365,9 +411,11 @@ SYMBOLS = """<svg width="0" height="0" style="position:absolute" aria-hidden="tr
 <symbol id="tone-no" viewBox="0 0 20 20"><path d="M6 1.5h8L18.5 6v8L14 18.5H6L1.5 14V6ZM7 7l6 6M13 7l-6 6"/></symbol>
 <symbol id="tone-mixed" viewBox="0 0 20 20"><path d="M10 2 19 17.5H1ZM10 8v4M10 14.6v.4"/></symbol>
 <symbol id="tone-open" viewBox="0 0 20 20"><circle cx="10" cy="10" r="8.5"/><path d="M6 10h8"/></symbol>
-<symbol id="right" viewBox="0 0 16 16"><circle cx="8" cy="8" r="8" fill="currentColor"/><path d="M4.4 8.4l2.4 2.5 4.8-5.4" fill="none" stroke="var(--panel)" stroke-width="1.9"/></symbol>
+<symbol id="right" viewBox="0 0 16 16"><circle cx="8" cy="8" r="8" fill="currentColor"/>
+<path d="M4.4 8.4l2.4 2.5 4.8-5.4" fill="none" stroke="var(--panel)" stroke-width="1.9"/></symbol>
 <symbol id="wrong" viewBox="0 0 16 16"><path d="M3 3l10 10M13 3L3 13" fill="none" stroke="currentColor" stroke-width="2.2"/></symbol>
-<symbol id="part" viewBox="0 0 16 16"><circle cx="8" cy="8" r="7" fill="none" stroke="currentColor" stroke-width="1.8"/><path d="M8 1a7 7 0 0 1 0 14Z" fill="currentColor"/></symbol>
+<symbol id="part" viewBox="0 0 16 16"><circle cx="8" cy="8" r="7" fill="none" stroke="currentColor" stroke-width="1.8"/>
+<path d="M8 1a7 7 0 0 1 0 14Z" fill="currentColor"/></symbol>
 <symbol id="none" viewBox="0 0 16 16"><path d="M3 8h10" stroke="currentColor" stroke-width="2"/></symbol>
 </defs></svg>"""
 SCRIPT = """
@@ -400,12 +448,12 @@ function cells(set) {                                   // every answer a card o
 function score(item, file) { return file === null || file === undefined ? null : item.said[file][1]; }
 function keep(item, set) {
   if (state.domain && item.domain !== state.domain || state.source && item.source !== state.source) return false;
-  if (set.lines.every(line => line.cells.every(file => file === null || item.said[file][1] === null && item.said[file][0] === null))) return false;
   const all = cells(set), chosen = all[state.cell];
+  if (all.every(cell => item.said[cell.file].every(value => value === null))) return false;  // not scored for this embedder
   if (state.result && kind(score(item, chosen.file)) !== state.result) return false;
   const right = set.lines[0].cells.map(file => kind(score(item, file)) === "right");
-  if (state.contrast === "control") return right.some(Boolean) && all.some(cell => cell.key !== "matched" && cell.key !== "raw_image" && kind(score(item, cell.file)) === "right");
-  if (state.contrast === "vector") return right.some(Boolean) && all.every(cell => cell.key === "matched" || cell.key === "raw_image" || kind(score(item, cell.file)) !== "right");
+  const control = all.some(cell => cell.key !== "matched" && cell.key !== "raw_image" && kind(score(item, cell.file)) === "right");
+  if (state.contrast === "control" || state.contrast === "vector") return right.some(Boolean) && control === (state.contrast === "control");
   if (state.contrast !== "") return right.every((value, column) => value === (String(column) === state.contrast));
   return true;
 }
@@ -421,9 +469,12 @@ function group(title, name, choices) {
     });
     chips.append(chip);
   }
-  document.getElementById("filters").append(make("div", { class: "group" }, make("span", {}, title), chips));
+  document.getElementById("filters").append(make("div", { class: "filter" }, make("span", {}, title), chips));
 }
-function choices(field) { return [["", "all"], ...[...new Set(data.items.map(item => item[field]))].map(name => [name, name])]; }
+function choices(field) {
+  const there = new Set(data.items.map(item => item[field]));
+  return [["", "all"], ...data.order[field].filter(name => there.has(name)).map(name => [name, name])];
+}
 function card(item, set) {
   const top = make("div", { class: "top" });
   if (item.thumb === null) top.append(make("div", { class: "nothumb" }, "no picture"));
@@ -461,14 +512,15 @@ function card(item, set) {
   return make("article", { class: "example" }, top, said, where);
 }
 function draw() {
-  const set = data.sets[state.set], filters = document.getElementById("filters"), place = filters.contains(document.activeElement) ? document.activeElement.dataset : null;
+  const set = data.sets[state.set], filters = document.getElementById("filters");
+  const place = filters.contains(document.activeElement) ? document.activeElement.dataset : null;
   const scrolled = [...filters.querySelectorAll(".chips")].map(chips => chips.scrollLeft);
   filters.replaceChildren();
   group("Embedder", "set", data.sets.map((one, number) => [number, one.name]));
   group("Domain", "domain", choices("domain"));
   group("Source", "source", choices("source"));
-  group("Answer of", "cell", cells(set).map((cell, number) => [number, cell.name]));
-  group("was", "result", [["", "anything"], ["right", "right"], ["part", "partly right"], ["wrong", "wrong"], ["none", "missing"]]);
+  group("Condition", "cell", cells(set).map((cell, number) => [number, cell.name]));
+  group("Its answer", "result", [["", "any"], ["right", "right"], ["part", "partly right"], ["wrong", "wrong"], ["none", "missing"]]);
   const contrast = [["", "all"]];
   if (set.columns.length > 1) set.columns.forEach((name, column) => contrast.push([String(column), "only " + name + " right"]));
   if (set.lines.length > 1) contrast.push(["vector", "right, and no control is"], ["control", "right, and a control too"]);
@@ -477,7 +529,8 @@ function draw() {
   if (place) filters.querySelector(`[data-filter="${place.filter}"][aria-pressed=true]`)?.focus({ preventScroll: true });
   const found = set.order.map(number => data.items[number]).filter(item => keep(item, set));
   document.getElementById("cards").replaceChildren(...found.slice(0, state.shown).map(item => card(item, set)));
-  document.getElementById("count").textContent = found.length + " of " + data.items.length + " items" + (found.length > state.shown ? ", the first " + state.shown + " shown" : "");
+  const part = found.length > state.shown ? ", the first " + state.shown + " shown" : "";
+  document.getElementById("count").textContent = found.length + " of " + data.items.length + " items" + part;
   const more = document.getElementById("more");
   more.hidden = found.length <= state.shown;
   more.textContent = "Show " + Math.min(STEP, found.length - state.shown) + " more";
@@ -540,9 +593,11 @@ def read_scores(folder):
     """RUN_DIR/scores.json and scores.jsonl. Returns (report, {file: {id: score or None}})."""
     path = os.path.join(folder, "scores.json")
     if not os.path.exists(path):
-        raise UserError(f"{path}: not found. Score the predictions first: python evaluate.py --items ... --predictions ... --out {shown(folder)}")
+        raise UserError(f"{path}: not found. Score the predictions first: python evaluate.py --items ... --predictions ... --out "
+                        f"{shown(folder)}")
     report, scores = read_json(path), {}
-    wrong = [name for name, kind in (("rows", list), ("pairs", list), ("items", dict), ("groups", dict)) if not isinstance(report.get(name), kind)]
+    wrong = [name for name, kind in (("rows", list), ("pairs", list), ("items", dict), ("groups", dict))
+             if not isinstance(report.get(name), kind)]
     if wrong or report.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path}: expected a scores.json of evaluate.py, format version {FORMAT_VERSION}, found one "
                         f"{'without ' + ', '.join(wrong) if wrong else 'of version ' + shown(report.get('format_version'))}. Score again")
@@ -565,12 +620,14 @@ def read_predictions(path, row, scores):
              or meta.get("condition", row["condition"]) != row["condition"])
     texts = {line.get("id"): line.get("prediction") for _, line in read_jsonl(path)}
     if stale or set(scores) - set(texts):
-        raise UserError(f"{path}: expected the predictions that were scored, found others (hash, readout, condition or ids differ). Run evaluate.py again")
+        raise UserError(f"{path}: expected the predictions that were scored, found others (hash, readout, condition or ids differ). Run "
+                        "evaluate.py again")
     return texts, meta
 
 
 def read_runs(args):
-    """All RUN_DIR as one: {"items", "groups", "rows", "pairs", "notes", "runs", "scores", "texts", "metas", "beside"}, rows each once by file."""
+    """All RUN_DIR as one dict, each prediction file once: items, groups, rows, pairs, notes and runs of scores.json; scores and texts by
+    file and id; metas, the sidecars by file; beside, the controls.json by folder."""
     data = {"rows": [], "pairs": [], "notes": [], "runs": [], "scores": {}, "texts": {}, "metas": {}, "beside": {}}
     for folder in args.run_dirs:
         report, scores = read_scores(folder)
@@ -587,7 +644,8 @@ def read_runs(args):
     for row in data["rows"]:
         path = os.path.join(args.root, row["file"])
         if not os.path.exists(path):
-            data["notes"].append(f"{row['file']}: not there, so its answers are not among the examples; --root names the folder that the path is relative to")
+            data["notes"].append(f"{row['file']}: not there, so its answers are not among the examples; --root names the folder that the "
+                                 "path is relative to")
             continue
         data["texts"][row["file"]], data["metas"][row["file"]] = read_predictions(path, row, data["scores"][row["file"]])
         folder = os.path.dirname(path)
@@ -622,7 +680,8 @@ def pair_of(data, a, b):
 
 def mode_pairs(data, vectors):
     """(joint Vector, visual-only Vector, pair) for every embedder that has both."""
-    return [(a, b, pair) for a in vectors for b in vectors if (pair := pair_of(data, a.row, b.row)) and pair["why"] == "joint against visual-only"]
+    return [(a, b, pair) for a in vectors for b in vectors if (pair := pair_of(data, a.row, b.row)) and pair["why"] == "joint against "
+            "visual-only"]
 
 
 def side_of(group):
@@ -648,22 +707,26 @@ def mode_card(pairs, vectors):
     card = {"question": "Which mode carries more information?", "bars": []}
     if not pairs:
         modes = sorted({vector.mode for vector in vectors})
-        return card | {"answer": f"Only {modes[0]} vectors here" if len(modes) == 1 else "Not compared" if modes else "No vectors here", "tone": "open",
+        return card | {"answer": f"Only {modes[0]} vectors here" if len(modes) == 1 else "Not compared" if modes else "No vectors here",
+                       "tone": "open",
                        "lines": ["The two modes of one embedder are not paired here: score both in one call of evaluate.py."]}
     sides = [side_of(pair) for _, _, pair in pairs]
     if len(pairs) == 1:
         card["bars"] = [(vector.mode, figure(vector.row["overall"], digits=1)) for vector in pairs[0][:2]]
     else:
         card["bars"] = [(a.name, figure(pair, "difference", digits=1, sign=True)) for a, _, pair in pairs]
-    lines = [f"{a.name}: joint {a.row['overall']['score']:.1f}, visual-only {b.row['overall']['score']:.1f}. The difference is {points(pair)}."
-             for a, b, pair in pairs if pair["difference"] is not None] if len(pairs) == 1 else ["Joint minus visual-only, in points, with 95% interval."]
+    lines = [f"{a.name}: joint {a.row['overall']['score']:.1f}, visual-only {b.row['overall']['score']:.1f}. The difference is "
+             f"{points(pair)}."
+             for a, b, pair in pairs if pair["difference"] is not None] if len(pairs) == 1 else ["Joint minus visual-only, in points, with "
+                                                                                                 "95% interval."]
     if len(pairs) == 1:
         answer, tone = {1: ("Joint", "yes"), -1: ("Visual-only", "yes"), 0: ("No difference shown", "open")}[sides[0]]
         if sides[0]:
             answer += f", by {abs(pairs[0][2]['difference']):.1f} points"
     else:
         more = max((1, -1), key=sides.count)
-        answer = f"{'Joint' if more > 0 else 'Visual-only'}, for {sides.count(more)} of {len(pairs)} embedders" if more in sides else "No difference shown"
+        leader = "Joint" if more > 0 else "Visual-only"
+        answer = f"{leader}, for {sides.count(more)} of {len(pairs)} embedders" if more in sides else "No difference shown"
         tone = "yes" if sides.count(more) == len(pairs) else "mixed" if more in sides else "open"
     return card | {"answer": answer, "tone": tone, "lines": lines}
 
@@ -672,57 +735,66 @@ def domain_card(data, pairs, vectors):
     """In which domain? With pairs: where joint leads. Without: which domain is answered best."""
     names = list(data["groups"].get("domain", {}))
     if not pairs:
-        best = max((vector for vector in vectors if vector.row["overall"]["n"]), key=lambda vector: vector.row["overall"]["score"], default=None)
+        best = max((vector for vector in vectors if vector.row["overall"]["n"]), key=lambda vector: vector.row["overall"]["score"],
+                   default=None)
         if not best:
             return {"question": "In which domain?", "answer": "No scores", "tone": "open", "lines": [], "bars": []}
         groups = {name: best.row["by_domain"][name] for name in names if best.row["by_domain"][name]["n"]}
-        return {"question": "In which domain?", "answer": f"Best in {nice(DOMAINS, max(groups, key=lambda name: groups[name]['score']))}", "tone": "open",
-                "lines": [f"Scores of {best.name} {best.mode}; see the intervals in the table.", *easiest(best)],
+        top = easiest(best)
+        return {"question": "In which domain?", "answer": f"Best in {top}" if top else "No domain stands out", "tone": "yes" if top
+                else "open",
+                "lines": [f"Scores of {best.name} {best.mode}, with 95% interval."],
                 "bars": [(nice(DOMAINS, name), Figure(group["score"], group["interval"], 1)) for name, group in groups.items()]}
     sides = {name: [side_of(pair["by_domain"].get(name)) for _, _, pair in pairs] for name in names}
     size = {name: float(np.mean([pair["by_domain"][name]["difference"] or 0 for _, _, pair in pairs])) for name in names}
     most = max(names, key=lambda name: (sum(sides[name]), size[name]))
     lead, behind = [n for n in names if sum(sides[n]) > 0], [n for n in names if sum(sides[n]) < 0]
     if not lead:
-        answer, tone = ("Visual-only leads in " + listed(nice(DOMAINS, n) for n in behind), "yes") if behind else ("No domain separates the modes", "open")
+        answer, tone = ("Visual-only leads in " + listed(nice(DOMAINS, n) for n in behind),
+                        "yes") if behind else ("No domain separates the modes", "open")
     elif len(lead) == len(names):
         answer, tone = f"Joint leads in every domain, most in {nice(DOMAINS, most)}", "yes"
     else:
         answer, tone = "Joint leads in " + listed(nice(DOMAINS, n) for n in lead), "yes"
         answer += f", visual-only in {listed(nice(DOMAINS, n) for n in behind)}" if behind else ""
     if len(pairs) > 1:
-        return {"question": "In which domain?", "answer": answer, "tone": tone, "bars": [], "lines": [
-            f"{nice(DOMAINS, name)}: joint ahead for {sides[name].count(1)}, behind for {sides[name].count(-1)}, not separated for "
-            f"{sides[name].count(0)} of {len(pairs)} embedders; {size[name]:+.1f} points on average." for name in names]}
+        counts = [f"{nice(DOMAINS, name)} {sides[name].count(1)}" + (f" (behind {sides[name].count(-1)})" if -1 in sides[name] else "")
+                  for name in names]
+        return {"question": "In which domain?", "answer": answer, "tone": tone,
+                "lines": ["Joint minus visual-only, in points, the mean over the embedders.",
+                          f"With its whole interval joint is ahead, of {len(pairs)} embedders: {', '.join(counts)}."],
+                "bars": [(nice(DOMAINS, name), Figure(size[name], None, 1, True)) for name in names]}
     groups = pairs[0][2]["by_domain"]
     unclear = [nice(DOMAINS, name) for name in names if not sides[name][0]]
     return {"question": "In which domain?", "answer": answer, "tone": tone,
             "lines": ["Joint minus visual-only, in points, with 95% interval." + (f" Not separated: {listed(unclear)}." if unclear else ""),
-                      *easiest(pairs[0][0])],
-            "bars": [(nice(DOMAINS, name), Figure(groups[name]["difference"], groups[name]["interval"], 1, True)) for name in names if groups[name]["n"]]}
+                      *([f"Joint scores are highest in {top}."] if (top := easiest(pairs[0][0])) else [])],
+            "bars": [(nice(DOMAINS, name), Figure(groups[name]["difference"], groups[name]["interval"], 1, True)) for name in names
+                     if groups[name]["n"]]}
 
 
 def easiest(vector):
-    """One sentence on the domain whose score lies above each other one's, if there is one: domains differ in items, so unpaired."""
-    found = vector.row.get("domain_differences", [])
-    over = {}
+    """The domain whose score lies above each other one's with the whole interval (of other items, so unpaired), or None."""
+    found, below = vector.row.get("domain_differences", []), {}
     for entry in found:
-        if side_of(entry):
-            over.setdefault(entry["a" if side_of(entry) > 0 else "b"], set()).add(entry["b" if side_of(entry) > 0 else "a"])
+        if side := side_of(entry):
+            below.setdefault(entry["a" if side > 0 else "b"], set()).add(entry["b" if side > 0 else "a"])
     names = {entry[side] for entry in found for side in "ab"}
-    top = [name for name, below in over.items() if len(below) == len(names) - 1]
-    return [f"{vector.mode.capitalize()} scores are highest in {nice(DOMAINS, top[0])}."] if top else []
+    return next((nice(DOMAINS, name) for name, others in below.items() if len(others) == len(names) - 1), None)
 
 
 def support_of(data, vectors):
-    """For each Vector: {"all": (failing, closest), DOMAIN: ...}. failing: controls that matched is not above with its whole interval; closest: the
-    (condition, pair) with the smallest lead. None where no control was scored."""
+    """For each Vector: {"all": (failing, closest), DOMAIN: ...}, None in place of the two where no control was scored.
+    failing: controls that matched is not above with its whole interval; closest: the (condition, pair) with the smallest lead."""
     found = []
     for vector in vectors:
-        pairs = [(name, pair) for name, row in vector.controls.items() if name.split("-")[0] != "raw_image" and (pair := pair_of(data, vector.row, row))]
-        groups = {"all": pairs, **{domain: [(name, pair["by_domain"][domain]) for name, pair in pairs] for domain in data["groups"].get("domain", {})}}
+        pairs = [(name, pair) for name, row in vector.controls.items() if name.split("-")[0] != "raw_image"
+                 and (pair := pair_of(data, vector.row, row))]
+        groups = {"all": pairs, **{domain: [(name, pair["by_domain"][domain]) for name, pair in pairs]
+                                   for domain in data["groups"].get("domain", {})}}
         found.append({group: ([nice(CONDITION_NAMES, name) for name, pair in entries if side_of(pair) < 1],
-                              min(entries, key=lambda entry: entry[1]["difference"])) if (entries := [e for e in known if e[1]["n"]]) else None
+                              min(entries, key=lambda entry: entry[1]["difference"])) if (entries := [e for e in known if e[1]["n"]])
+                      else None
                       for group, known in groups.items()})
     return found
 
@@ -750,10 +822,17 @@ def controls_card(data, vectors):
     else:
         answer, tone = ("Yes, in every domain", "yes") if not weak else ("Yes overall, but not in every domain", "mixed")
     names = ["all", *data["groups"].get("domain", {})]
-    grid = ([nice(DOMAINS, name) if name != "all" else "all items" for name in names],
-            [(f"{vector.name} {vector.mode}", [groups.get(name) for name in names]) for vector, groups in zip(vectors, found)])
+    rows = [(f"{vector.name} {vector.mode}", [groups.get(name) for name in names]) for vector, groups in zip(vectors, found)]
+    if len(vectors) > 6:                                # too long for the top of the page: a line a mode, with counts
+        rows = []
+        for mode in dict.fromkeys(vector.mode for vector in vectors):
+            mine = [groups for vector, groups in zip(vectors, found) if vector.mode == mode]
+            rows.append((mode, [f"{sum(bool(groups.get(name)) and not groups[name][0] for groups in mine)} of {len(mine)}"
+                                for name in names]))
+    grid = ([nice(DOMAINS, name) if name != "all" else "all items" for name in names], rows)
     return {"question": "Do the controls support it?", "answer": answer, "tone": tone, "bars": [], "grid": grid,
-            "lines": ["Supported: matched scores above every control, with the whole 95% interval of the difference.", *lines[:3], *lines[3:][-1:]]}
+            "lines": ["Supported: matched scores above every control, with the whole 95% interval of the difference.", *lines[:3],
+                      *lines[3:][-1:]]}
 
 
 # ---- tables, for both outputs ----
@@ -779,28 +858,35 @@ def main_table(data, vectors, paper):
     def add(mark, name, mode, row, bits=Figure(None)):
         lost = row["overall"]["failed"]
         rows.append([name, mode, counted(row), f"{figure(row['overall'])}; {row['overall']['bound']:.2f} with {lost} failed at 0" if lost
-                     else figure(row["overall"]), figure(row["domain_mean"]), *(figure(row["by_domain"][domain]) for domain in domains), bits])
+                     else figure(row["overall"]), figure(row["domain_mean"]), *(figure(row["by_domain"][domain]) for domain in domains),
+                     bits])
         marks.append(mark)
         return bool(lost)
     for vector in vectors:
         floor = vector.controls.get("text_only")
         failed |= add("", vector.name, vector.mode, vector.row, usable(floor and pair_of(data, vector.row, floor)))
     for row in data["rows"]:
-        key = json.dumps([row["condition"], row["overall"]["score"], row["overall"]["bits"], row["domain_mean"]["score"], row["overall"]["n"]])
+        key = json.dumps([row["condition"], row["overall"]["score"], row["overall"]["bits"], row["domain_mean"]["score"],
+                          row["overall"]["n"]])
         if row["condition"] in ("text_only", "raw_image") and key not in floors:
-            floors[key] = add("floor", {"text_only": "no vector"}.get(row["condition"], nice(EMBEDDERS, row["embedder"] or "reference model")),
+            floors[key] = add("floor", {"text_only": "no vector"}.get(row["condition"], nice(EMBEDDERS, row["embedder"]
+                                                                                             or "reference model")),
                               nice(CONDITION_NAMES, row["condition"]), row)
     known = [row for row in paper.get("rows", []) if row.get("score") is not None]
     for row in known:
-        rows.append([f"{row.get('embedder')} (paper)", nice(MODES, row["mode"]) if row.get("mode") else nice(CONDITION_NAMES, row.get("condition")),
-                     str(row.get("n") or "-"), Figure(row["score"]), Figure(None), *(Figure(row.get(domain)) for domain in domains), Figure(None)])
+        rows.append([f"{row.get('embedder')} (paper)", nice(MODES, row["mode"]) if row.get("mode")
+                     else nice(CONDITION_NAMES, row.get("condition")),
+                     str(row.get("n") or "-"), Figure(row["score"]), Figure(None), *(Figure(row.get(domain)) for domain in domains),
+                     Figure(None)])
         marks.append("paper")
     note = ("Score 0-100 with 95% interval. Usable bits: what the vector adds to the question alone, in bits per answer.")
     if known:
-        note += f" Rows marked (paper): published in {paper.get('source') or 'a source not given'} for its own 900 test items, not run here."
+        source = paper.get("source") or "a source not given"
+        note += f" Rows marked (paper): published in {source} for its own 900 test items, not run here."
     if failed:
         note += " Failed items are left out of the score; the second figure counts them as 0."
-    return Table("Scores", note, ["Embedder", "Mode", "n", "All items", "Mean of domains", *(nice(DOMAINS, name).capitalize() for name in domains),
+    return Table("Scores", note, ["Embedder", "Mode", "n", "All items", "Mean of domains", *(nice(DOMAINS, name).capitalize()
+                                                                                             for name in domains),
                                   "Usable bits"], rows, marks)
 
 
@@ -808,7 +894,8 @@ def pairs_table(data, pairs):
     names = list(data["groups"]["domain"])
     rows = [[a.name, figure(pair, "difference", sign=True), f"{pair['p']:.4f}" if pair["p"] is not None else "-",
              *(figure(pair["by_domain"][name], "difference", sign=True) for name in names)] for a, _, pair in pairs]
-    return Table("Joint minus visual-only", "Paired on the same items, in points, with 95% interval; p by sign flips, not corrected for the number of rows.",
+    return Table("Joint minus visual-only", "Paired on the same items, in points, with 95% interval; p by sign flips, not corrected for "
+                 "the number of rows.",
                  ["Embedder", "All items", "p", *(nice(DOMAINS, name).capitalize() for name in names)], rows, [""] * len(rows))
 
 
@@ -819,15 +906,18 @@ def controls_table(data, vectors):
             pair = pair_of(data, vector.row, row)
             floor = vector.controls.get("text_only")
             won = f"{pair['won']} / {pair['lost']} / {pair['tied']}" if pair else "-"
-            rows.append([vector.name, vector.mode, nice(CONDITION_NAMES, condition), figure(row["overall"]), figure(pair, "difference", sign=True),
+            rows.append([vector.name, vector.mode, nice(CONDITION_NAMES, condition), figure(row["overall"]),
+                         figure(pair, "difference", sign=True),
                          *(figure(pair and pair["by_domain"][name], "difference", sign=True) for name in names),
                          f"{pair['p']:.4f}" if pair and pair["p"] is not None else "-", won, usable(floor and pair_of(data, row, floor))])
             marks.append("" if condition == "matched" else "control")
     used = sorted({name.split("-")[0] for vector in vectors for name in vector.controls}, key=lambda name: list(CONDITION_MEANS).index(name)
                   if name in CONDITION_MEANS else 99)
-    note = "Matched minus each control, paired, in points. " + "; ".join(f"{nice(CONDITION_NAMES, name)}: {CONDITION_MEANS[name]}" for name in used
+    note = "Matched minus each control, paired, in points. " + "; ".join(f"{nice(CONDITION_NAMES, name)}: {CONDITION_MEANS[name]}"
+                                                                         for name in used
                                                                          if name in CONDITION_MEANS) + "."
-    return Table("Controls", note, ["Embedder", "Mode", "Condition", "Score", "Matched minus it", *(nice(DOMAINS, name).capitalize() for name in names), "p",
+    return Table("Controls", note, ["Embedder", "Mode", "Condition", "Score", "Matched minus it", *(nice(DOMAINS, name).capitalize()
+                                                                                                    for name in names), "p",
                                     "Won / lost / tied", "Usable bits"], rows, marks)
 
 
@@ -835,7 +925,8 @@ def support_table(data, vectors):
     """The grid of the summary in words: where matched is above every control, and which ones it is not above elsewhere."""
     words = lambda entry: "no controls" if not entry else f"not above {listed(entry[0])}" if entry[0] else "yes"
     names = ["all", *data["groups"].get("domain", {})]
-    rows = [[vector.name, vector.mode, *(words(groups.get(name)) for name in names)] for vector, groups in zip(vectors, support_of(data, vectors))]
+    rows = [[vector.name, vector.mode, *(words(groups.get(name)) for name in names)] for vector,
+            groups in zip(vectors, support_of(data, vectors))]
     return Table("Is matched above every control?", "Yes: the whole 95% interval of matched minus control lies above 0, for each control.",
                  ["Embedder", "Mode", "All items", *(nice(DOMAINS, name).capitalize() for name in names[1:])], rows, [""] * len(rows))
 
@@ -852,7 +943,8 @@ def group_table(data, vectors, kind, title, note, label):
             rows.append(["no vector", "text only", *(figure(floor[f"by_{kind}"][name]) for name in names)])
             marks.append("floor")
     order = sorted(range(len(rows)), key=lambda i: marks[i] == "floor")
-    return Table(title, note, ["Embedder", "Mode", *(f"{label(name)} (n={data['groups'][kind][name]})" for name in names)], [rows[i] for i in order],
+    return Table(title, note, ["Embedder", "Mode", *(f"{label(name)} (n={data['groups'][kind][name]})" for name in names)],
+                 [rows[i] for i in order],
                  [marks[i] for i in order])
 
 
@@ -861,11 +953,14 @@ def trust_table(vectors):
     for vector in vectors:
         for condition, row in {"matched": vector.row, **vector.controls}.items():
             all_items = row["overall"]
-            rows.append([vector.name, vector.mode, nice(CONDITION_NAMES, condition), *(str(all_items[name]) for name in ("empty", "unparsed", "failed")),
+            rows.append([vector.name, vector.mode, nice(CONDITION_NAMES, condition),
+                         *(str(all_items[name]) for name in ("empty", "unparsed", "failed")),
                          *(Figure(all_items[name]) for name in ("distinct", "chance", "majority", "bits"))])
-    return Table("How far to trust it", "Counts of empty, unparsed and failed answers; share of distinct answers (near 0: the readout says one thing to everything); "
+    return Table("How far to trust it", "Counts of empty, unparsed and failed answers; share of distinct answers (near 0: the readout says "
+                 "one thing to everything); "
                  "score of guessing and of always giving a source's most frequent answer; bits per answer.",
-                 ["Embedder", "Mode", "Condition", "Empty", "Unparsed", "Failed", "Distinct", "Chance", "Majority answer", "Bits per answer"], rows,
+                 ["Embedder", "Mode", "Condition", "Empty", "Unparsed", "Failed", "Distinct", "Chance", "Majority answer",
+                  "Bits per answer"], rows,
                  [""] * len(rows))
 
 
@@ -876,27 +971,36 @@ def leak_tables(data):
         leaks = found.get("leak_check") or {}
         if len(leaks) > 1:
             names = sorted({name for column in leaks.values() for name in column})
-            yield Table(f"Did the embedder answer the question itself? {label}", "Per source, in points: far above 0 without the question and with it means the image's "
-                        "content survives; only with it, that the vector carries an answer rather than a description. See controls.py, leak_check.",
+            yield Table(f"Did the embedder answer the question itself? {label}", "Per source, in points: far above 0 without the question "
+                        "and with it means the image's "
+                        "content survives; only with it, that the vector carries an answer rather than a description. See controls.py, "
+                        "leak_check.",
                         ["Source", *(shown(name) for name in leaks)],
-                        [[shown(name), *(figure(column.get(name), "difference", sign=True) for column in leaks.values())] for name in names], [""] * len(names))
+                        [[shown(name), *(figure(column.get(name), "difference", sign=True) for column in leaks.values())]
+                         for name in names], [""] * len(names))
         if spread := found.get("spread"):
-            yield Table(f"Over {spread['repeats']} shuffles, {label}", "", ["Mean", "Standard deviation", "Lowest", "Highest", "Separated from matched"],
-                        [[*(Figure(spread[name]) for name in ("mean", "sd", "low", "high")), f"{spread['separated']} of {spread['repeats']}"]], [""])
+            yield Table(f"Over {spread['repeats']} shuffles, {label}", "", ["Mean", "Standard deviation", "Lowest", "Highest",
+                                                                            "Separated from matched"],
+                        [[*(Figure(spread[name]) for name in ("mean", "sd", "low", "high")), f"{spread['separated']} of "
+                          f"{spread['repeats']}"]], [""])
 
 
 def paper_table(paper):
     names = list(DOMAINS)
-    rows = [[shown(row.get("embedder") or "-", 120), nice(MODES, row["mode"]) if row.get("mode") else "-", nice(CONDITION_NAMES, row.get("condition") or "-"),
-             str(row.get("n") or "-"), Figure(row.get("score")), *(Figure(row.get(name)) for name in names), shown(row.get("note") or "-", 160),
+    rows = [[shown(row.get("embedder") or "-", 120), nice(MODES, row["mode"]) if row.get("mode") else "-",
+             nice(CONDITION_NAMES, row.get("condition") or "-"),
+             str(row.get("n") or "-"), Figure(row.get("score")), *(Figure(row.get(name)) for name in names),
+             shown(row.get("note") or "-", 160),
              shown(row.get("source") or paper.get("source") or "-", 120)] for row in paper.get("rows", [])]
     return Table("Published figures", "Not run here. A dash is a figure that is not published in anything that could be read.",
-                 ["Embedder", "Mode", "Condition", "n", "All items", *(nice(DOMAINS, name).capitalize() for name in names), "Note", "Source"], rows,
+                 ["Embedder", "Mode", "Input", "n", "All items", *(nice(DOMAINS, name).capitalize() for name in names), "Note", "Source"],
+                 rows,
                  ["paper"] * len(rows))
 
 
 def curve_table(curve):
-    rows = [[shown(point["budget"]), str(point["bytes"]), Figure(point["score"], point["score_interval"]), Figure(point["bits"], point["bits_interval"]),
+    rows = [[shown(point["budget"]), str(point["bytes"]), Figure(point["score"], point["score_interval"]),
+             Figure(point["bits"], point["bits_interval"]),
              figure(point["difference"], "difference", sign=True), shown(point["verdict"], 160)] for point in curve["points"]]
     return Table(f"Score against bytes per vector: {nice(EMBEDDERS, curve.get('embedder'))} {nice(MODES, curve.get('mode'))}",
                  "One readout a budget, trained on what is left of the vector.",
@@ -906,69 +1010,82 @@ def curve_table(curve):
 def read_curves(args, data):
     """curve.json files: those named, else those in RUN_DIR (any depth) and beside the predictions."""
     folders = [os.path.dirname(os.path.join(args.root, row["file"])) for row in data["rows"]]
-    paths = args.curve or sorted({*itertools.chain(*(glob.glob(os.path.join(glob.escape(f), "**/curve.json"), recursive=True) for f in args.run_dirs)),
+    paths = args.curve or sorted({*itertools.chain(*(glob.glob(os.path.join(glob.escape(f), "**/curve.json"), recursive=True)
+                                                     for f in args.run_dirs)),
                                   *(path for f in folders if os.path.exists(path := os.path.join(f, "curve.json")))})
     curves = []
     for path in paths:
         curve = read_json(path)
         needed = ("budget", "family", "bytes", "score", "score_interval", "bits", "bits_interval", "difference", "verdict")
-        if not isinstance(curve.get("points"), list) or not curve["points"] or any(name not in point for point in curve["points"] for name in needed):
+        if not isinstance(curve.get("points"), list) or not curve["points"] or any(name not in point for point in curve["points"]
+                                                                                   for name in needed):
             raise UserError(f"{path}: expected a curve.json of controls.py curve, with points that have {', '.join(needed)}")
         if curve.get("inputs", {}).get("items") not in (None, data["items"]["sha256"]):
-            raise UserError(f"{path}: made from other items (SHA-256 {str(curve['inputs']['items'])[:12]}) than the scores. Leave it out, or make it again")
+            raise UserError(f"{path}: made from other items (SHA-256 {str(curve['inputs']['items'])[:12]}) than the scores. Leave it out, "
+                            "or make it again")
         curves.append(curve)
     return curves
 
 
 def provenance(args, data):
-    """How the figures came about: (Table with a line a prediction file, list of commands, list of deviations)."""
-    rows, commands, seen = [], [], set()
-
-    def command(text):
-        if text not in seen:
-            seen.add(text)
-            commands.append(clean(text, 4000))
+    """How the figures came about: (Table with a line a prediction file, list of commands in order, list of deviations)."""
+    rows, stages = [], {"extract": {}, "fit": {}, "predict": {}, "score": {}}    # dicts: each command once, in order
+    for row in data["rows"]:
+        meta = data["metas"].get(row["file"], {})
+        words = [str(word) for word in meta["command"]] if isinstance(meta.get("command"), list) else []
+        vectors = meta.get("embeddings") if isinstance(meta.get("embeddings"), dict) else {}
+        readout = read_beside(args, values_after(words, "--readout"), "/readout.json")
+        readout = readout if readout.get("content_sha256") == row.get("readout_sha256") else {}     # another one has taken its place
+        fit = [str(word) for word in (readout.get("run") or {}).get("argv", [])]
+        for flag in ("--train-embeddings", "--dev-embeddings"):
+            stages["extract"][command(["extract.py", *argv_of(read_beside(args, values_after(fit, flag), ".meta.json"))])] = True
+        stages["extract"][command(["extract.py", *argv_of(vectors)])] = True
+        stages["fit"][command(fit)] = True
+        stages["predict"][command(words)] = True
+        rows.append([shown(row["file"], 120), nice(CONDITION_NAMES, row["condition"]), short(row.get("readout_sha256")),
+                     *(shown((readout.get("arguments") or {}).get(name, "-"), 40) for name in ("seed", "decoder")),
+                     shown(vectors.get("model") or "-", 60), short(vectors.get("weights_sha256")), str(vectors.get("dim") or "-"),
+                     shown(meta.get("device") or "-", 20),
+                     shown(", ".join(f"{name} {version}" for name, version in (meta.get("versions") or {}).items()) or "-", 160),
+                     str(meta.get("seconds", "-"))])
     for folder in data["beside"]:
         path = os.path.join(folder, "commands.sh")
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
-                for line in file.read().splitlines():
-                    if line and not line.startswith("#"):
-                        command(line)
-    for row in data["rows"]:
-        meta = data["metas"].get(row["file"], {})
-        words = meta.get("command") if isinstance(meta.get("command"), list) else []
-        vectors = meta.get("embeddings") if isinstance(meta.get("embeddings"), dict) else {}
-        for words_of in (vectors.get("command") or vectors.get("argv"), words):
-            if isinstance(words_of, list) and words_of:
-                command("python " + shlex.join(map(str, words_of)))
-        fit = fitted(args, words, row)
-        weights = vectors.get("weights_sha256")
-        rows.append([shown(row["file"], 120), nice(CONDITION_NAMES, row["condition"]), short(row.get("readout_sha256")),
-                     *(shown(fit.get(name, "-"), 40) for name in ("seed", "decoder")), shown(vectors.get("model") or "-", 60),
-                     short(weights if isinstance(weights, str) else weights and hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()),
-                     str(vectors.get("dim") or "-"), shown(meta.get("device") or "-", 20),
-                     shown(", ".join(f"{name} {version}" for name, version in (meta.get("versions") or {}).items()) or "-", 160),
-                     str(meta.get("seconds", "-"))])
-    for run_ in data["runs"]:
-        facts = run_["run"] or {}
-        command("python evaluate.py " + shlex.join(map(str, facts.get("argv", []))))
+                stages["predict"].update({clean(line, 4000): True for line in file.read().splitlines() if not line.startswith("#")})
+    for facts in data["runs"]:
+        stages["score"][command(["evaluate.py", *argv_of(facts)])] = True
     table = Table("Prediction files", "Hashes are the first 12 digits of SHA-256; the sidecars beside the files hold all of them.",
-                  ["File", "Condition", "Readout", "Seed", "Decoder", "Embedder's weights", "Hash", "Dim", "Device", "Versions", "Seconds"], rows, [""] * len(rows))
+                  ["File", "Condition", "Readout", "Seed", "Decoder", "Embedder's weights", "Hash", "Dim", "Device", "Versions", "Seconds"],
+                  rows, [""] * len(rows))
     deviations = [f"{clean(note)}." for note in data["notes"]]
-    deviations += [f"{row['file']}: only the first {row['limit']} items." for row in data["rows"] if row.get("limit")]
-    deviations.append("Adapter, prompts, learning rates, normalisation, split membership and scoring rules are not published; ours are listed in README.md, "
-                      "Deviations and choices.")
-    return table, commands, deviations
+    limits = collections.Counter(row["limit"] for row in data["rows"] if row.get("limit"))
+    deviations += [f"{count} of {len(data['rows'])} prediction files have the first {limit} items only." for limit, count in limits.items()]
+    deviations.append("Adapter, prompts, learning rates, normalisation, split membership and scoring rules are not published; ours are "
+                      "listed in "
+                      "README.md, Deviations and choices.")
+    return table, [line for commands in stages.values() for line in commands if line], deviations
 
 
-def fitted(args, words, row):
-    """Arguments that the readout of a prediction file was trained with, if its folder is still there and is the same readout."""
-    if "--readout" not in words[:-1]:
-        return {}
-    path = os.path.join(args.root, str(words[words.index("--readout") + 1]), "readout.json")
-    record = read_json(path) if os.path.exists(path) else {}
-    return record.get("arguments", {}) if record.get("content_sha256") == row.get("readout_sha256") else {}
+def command(words):
+    """A command line to paste, or "" where the words after the script's name are not known."""
+    return clean("python " + shlex.join(words), 4000) if len(words) > 1 else ""
+
+
+def argv_of(meta):
+    """The words after the script's name that a sidecar recorded in run.argv."""
+    return [str(word) for word in (meta.get("run") or {}).get("argv", [])]
+
+
+def values_after(words, flag):
+    """The word after a flag, as a list of none or one."""
+    return words[words.index(flag) + 1:][:1] if flag in words else []
+
+
+def read_beside(args, names, ending):
+    """The JSON file NAME + ending, or {} where there is no name or no file any more."""
+    paths = [os.path.join(args.root, name.rstrip("/") + ending) for name in names]
+    return read_json(paths[0]) if paths and os.path.exists(paths[0]) else {}
 
 
 def short(digest):
@@ -985,11 +1102,13 @@ def read_benchmark(path):
         raise UserError(f"{path}: cannot read as CSV in UTF-8 ({shown(error)})") from None
     for number, row in enumerate(rows, 1):
         try:
-            row["score"] = float(row["score"])
-            assert math.isfinite(row["score"]) and row["embedder"]
-        except (KeyError, TypeError, ValueError, AssertionError):
-            raise UserError(f"{path} row {number}: expected a name in 'embedder' and a number in 'score', found {shown(dict(row))}. Leave out models "
-                            "whose score is not known") from None
+            value = float(row["score"])
+        except (KeyError, TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value) or not row.get("embedder"):
+            raise UserError(f"{path} row {number}: expected a name in 'embedder' and a number in 'score', found {shown(dict(row))}. "
+                            "Leave out models whose score is not known")
+        row["score"] = value
     if not rows:
         raise UserError(f"{path}: expected a header with embedder and score, and one row or more, found none")
     names = [(row["embedder"].lower(), row.get("mode")) for row in rows]
@@ -1008,7 +1127,8 @@ def correlations(x, y):
     """Kendall's tau-b and Spearman's rho of n pairs with two-sided permutation p-values: exact up to EXACT pairs, else RANDOM_ORDERS draws.
 
     tau-b = S / sqrt((P - Tx)(P - Ty)) with S the concordant minus the discordant pairs, P = n(n-1)/2, T the tied pairs (Kendall 1945);
-    rho = Pearson's correlation of average ranks. p: share of all orders of y whose |statistic| is at least as large. None where a list is constant.
+    rho = Pearson's correlation of average ranks. p: share of all orders of y whose |statistic| is at least as large. None where a list is
+    constant.
     """
     x, y, n = np.asarray(x, float), np.asarray(y, float), len(x)
     if n < 2 or len(set(x.tolist())) < 2 or len(set(y.tolist())) < 2:
@@ -1024,7 +1144,8 @@ def correlations(x, y):
     ranks, partner = average_ranks(x), average_ranks(y)
     products = partner[orders] @ (ranks - ranks.mean())
     share = lambda values: float((np.abs(values) >= abs(values[0]) - 1e-9).mean())
-    return {"n": n, "tau": float(concordance[0] / np.sqrt(np.count_nonzero(signs) * np.count_nonzero(other[i, j]))), "tau_p": share(concordance),
+    return {"n": n, "tau": float(concordance[0] / np.sqrt(np.count_nonzero(signs) * np.count_nonzero(other[i, j]))),
+            "tau_p": share(concordance),
             "rho": float(products[0] / (n * ranks.std() * partner.std())), "rho_p": share(products), "exact": n <= EXACT}
 
 
@@ -1055,7 +1176,8 @@ def orders_of(vectors, benchmark):
                 models.append((vector.name, match[0]["score"], vector.row["overall"]["score"]))
         result = correlations([model[1] for model in models], [model[2] for model in models])
         n, least = len(models), least_tau(len(models)) if len(models) > 1 else None
-        words = f"{n} model{'s are' if n != 1 else ' is'} few: " + (f"without ties only |tau| of {least:.2f} or more reaches p = 0.05, and the swap of two "
+        words = f"{n} model{'s are' if n != 1 else ' is'} few: " + (f"without ties only |tau| of {least:.2f} or more reaches p = 0.05, and "
+                                                                    "the swap of two "
                                                                     f"neighbours changes tau by {4 / (n * (n - 1)):.2f}." if least else
                                                                     "no order of so few can reach p = 0.05.")
         found.append({"mode": nice(MODES, mode), "models": models, **result, "words": words})
@@ -1064,7 +1186,8 @@ def orders_of(vectors, benchmark):
 
 def order_table(orders, name):
     digits = lambda value, n=2: "-" if value is None else f"{value:.{n}f}"
-    rows = [[order["mode"], str(order["n"]), digits(order["tau"]), digits(order["tau_p"], 4), digits(order["rho"]), digits(order["rho_p"], 4), order["words"]]
+    rows = [[order["mode"], str(order["n"]), digits(order["tau"]), digits(order["tau_p"], 4), digits(order["rho"]),
+             digits(order["rho_p"], 4), order["words"]]
             for order in orders]
     return Table(f"Order of models against {name}", "Kendall's tau-b and Spearman's rho of the scores, with two-sided permutation p"
                  f" ({'exact' if all(order['exact'] for order in orders) else 'by random orders above ' + str(EXACT) + ' models'}).",
@@ -1075,7 +1198,8 @@ def order_table(orders, name):
 def markdown_table(table):
     cell = lambda text: re.sub(r"([|\\`*<_\[])", r"\\\1", shown(text, 200)) if not isinstance(text, Figure) else str(text)
     lines = [map(cell, table.header), ["---"] * len(table.header), *(map(cell, row) for row in table.rows)]
-    return "\n\n".join(filter(None, [f"**{cell(table.title)}**", "\n".join("| " + " | ".join(line) + " |" for line in lines), cell_text(table.note)])) + "\n"
+    return "\n\n".join(filter(None, [f"**{cell(table.title)}**", "\n".join("| " + " | ".join(line) + " |" for line in lines),
+                                     cell_text(table.note)])) + "\n"
 
 
 def cell_text(text):
@@ -1085,7 +1209,8 @@ def cell_text(text):
 
 def write_markdown(path, page):
     parts = [f"# {cell_text(page['title'])}", cell_text(page["lede"])]
-    parts += ["\n".join(f"- **{card['question']}** {cell_text(card['answer'])}. {' '.join(map(cell_text, card['lines']))}" for card in page["cards"])]
+    parts += ["\n".join(f"- **{card['question']}** {cell_text(card['answer'])}. {' '.join(map(cell_text, card['lines']))}"
+                        for card in page["cards"])]
     parts += [markdown_table(table) for table in page["tables"]]
     parts += ["**Deviations and notes**\n\n" + "\n".join(f"- {cell_text(line)}" for line in page["deviations"])]
     fence = "`" * max([3, *(len(run) + 1 for line in page["commands"] for run in re.findall("`+", line))])
@@ -1095,10 +1220,9 @@ def write_markdown(path, page):
 
 # ---- charts: inline SVG, coloured by the page's style so that they follow light and dark ----
 SHAPES = {  # condition: a path around (0, 0); filled only for matched, so that shape and filling tell them apart without colour
-    "matched": "M-5.5 0A5.5 5.5 0 1 0 5.5 0A5.5 5.5 0 1 0-5.5 0Z", "text_only": "M0-9V9", "zero": "M0-4.5 4.5 3.5H-4.5Z", "shuffled": "M-4-4H4V4H-4Z",
-    "raw_image": "M0-6 6 0 0 6-6 0Z", "text_only_ablated": "M-4-4 4 4M-4 4 4-4"}
+    "matched": "M-5.5 0A5.5 5.5 0 1 0 5.5 0A5.5 5.5 0 1 0-5.5 0Z", "text_only": "M0-9V9", "zero": "M0-4.5 4.5 3.5H-4.5Z",
+    "shuffled": "M-4-4H4V4H-4Z", "raw_image": "M0-6 6 0 0 6-6 0Z", "text_only_ablated": "M-4-4 4 4M-4 4 4-4"}
 OTHER_SHAPE = "M-3 0A3 3 0 1 0 3 0A3 3 0 1 0-3 0Z"
-SHORT_MODES = {"joint": "joint", "visual-only": "visual"}
 
 
 def mark(condition, x=0.0, y=0.0, title=""):
@@ -1110,20 +1234,23 @@ def mark(condition, x=0.0, y=0.0, title=""):
 
 
 def forest(vectors, title, group_of):
-    """One panel: a line for each vector, matched as a filled dot with its interval, controls as open shapes on the same scale of 0 to 100."""
+    """One panel: a line for each vector, matched as a filled dot with its interval, controls as open shapes, on one scale of 0 to 100."""
     width, left, right, step, top = 280, 7, 273, 44, 28
     x, height = lambda score: left + (right - left) * score / 100, top + step * len(vectors) + 22
-    svg = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(title)}: scores with intervals, also in the table">',
-           f'<text class="t" x="{left}" y="16">{html.escape(title)}</text>']
+    svg = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(title)}: scores with intervals, also in '
+           'the table">',
+           f'<text class="t" x="{left}" y="16">{html.escape(shown(title, 34))}</text>']
     for tick in range(0, 101, 25):
         svg += [f'<path class="grid" d="M{x(tick):.1f} {top}V{height - 20}"/>', f'<text class="tick" x="{x(tick):.1f}" y="{height - 6}" '
                 f'text-anchor="{"start" if tick == 0 else "end" if tick == 100 else "middle"}">{tick}</text>']
     for number, vector in enumerate(vectors):
         y, group = top + step * number + 30, group_of(vector.row)
         name = f"{vector.name} {vector.mode}"
-        svg.append(f'<g class="{"joint" if vector.mode == "joint" else "visual"}"><text class="l" x="{left}" y="{y - 13}">{html.escape(shown(name, 38))}</text>')
+        svg.append(f'<g class="{"joint" if vector.mode == "joint" else "visual"}"><text class="l" x="{left}" '
+                   f'y="{y - 13}">{html.escape(shown(name, 38))}</text>')
         if group["score"] is not None:
-            svg += [f'<text class="v" x="{right}" y="{y - 13}" text-anchor="end">{group["score"]:.1f}</text>', f'<path class="base" d="M{left} {y}H{right}"/>']
+            svg += [f'<text class="v" x="{right}" y="{y - 13}" text-anchor="end">{group["score"]:.1f}</text>',
+                    f'<path class="base" d="M{left} {y}H{right}"/>']
             for condition, row in vector.controls.items():
                 other = group_of(row)
                 if other["score"] is not None:
@@ -1146,15 +1273,19 @@ def bars(entries):
         if entry.value is None:
             continue
         low, high = entry.bounds or (entry.value, entry.value)
-        kind = ("flat" if low <= 0 <= high else "joint" if entry.value > 0 else "visual") if signed else "visual" if name == "visual-only" else "joint"
+        kind = "joint" if (entry.value > 0 if signed else name != "visual-only") else "visual"
+        kind = "flat" if signed and low <= 0 <= high else kind
         begin, end = sorted((x(0), x(entry.value)))
-        rows.append(f'<li><span>{html.escape(name)}</span><b>{entry.number()}</b><svg class="bar {kind}" '
-                    f'viewBox="0 0 200 18" preserveAspectRatio="none" role="img" aria-label="{html.escape(str(entry))}"><path class="axis" d="M{x(0):.1f} 0V18"/>'
-                    f'<rect x="{begin:.1f}" y="4" width="{max(1, end - begin):.1f}" height="10"/><path class="whisker" d="M{x(low):.1f} 9H{x(high):.1f}M{x(low):.1f} 5v8M{x(high):.1f} 5v8"/></svg></li>')
+        whisker = f'<path class="whisker" d="M{x(low):.1f} 9H{x(high):.1f}M{x(low):.1f} 5v8M{x(high):.1f} 5v8"/>' if entry.bounds else ""
+        rows.append(f'<li><span>{html.escape(name)}</span><b>{entry.number()}</b><svg class="bar {kind}" viewBox="0 0 200 18" '
+                    f'preserveAspectRatio="none" role="img" aria-label="{html.escape(str(entry))}"><path class="axis" '
+                    f'd="M{x(0):.1f} 0V18"/>'
+                    f'<rect x="{begin:.1f}" y="4" width="{max(1, end - begin):.1f}" height="10"/>{whisker}</svg></li>')
     return f'<ul class="bars">{"".join(rows)}</ul>' if rows else ""
 
 
-FAMILIES = {"full": ("M0-5 5 0 0 5-5 0Z", "full vector"), "first": ("M-4-4H4V4H-4Z", "first d dimensions"), "random": ("M0-5 5 4H-5Z", "random projection"),
+FAMILIES = {"full": ("M0-5 5 0 0 5-5 0Z", "full vector"), "first": ("M-4-4H4V4H-4Z", "first d dimensions"),
+            "random": ("M0-5 5 4H-5Z", "random projection"),
             "int8": ("M0 5 5-4H-5Z", "int8"), "binary": ("M-4-4 4 4M-4 4 4-4", "binary signs"), "mixed": ("M-5 0H5M0-5V5", "combined")}
 
 
@@ -1172,9 +1303,11 @@ def curve_panel(points, name, label, floor):
     y = lambda value: 28 + (high - value) / (high - low) * 190
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
-    svg = [f'<svg class="chart" viewBox="0 0 360 264" role="img" aria-label="{html.escape(label)} against bytes per vector"><text class="t" x="12" y="16">{html.escape(label)}</text>']
+    svg = [f'<svg class="chart" viewBox="0 0 360 264" role="img" aria-label="{html.escape(label)} against bytes per vector"><text '
+           f'class="t" x="12" y="16">{html.escape(label)}</text>']
     for tick in range(math.ceil(low / step), math.floor(high / step) + 1):
-        svg += [f'<path class="grid" d="M44 {y(tick * step):.1f}H348"/>', f'<text class="tick" x="38" y="{y(tick * step) + 4:.1f}" text-anchor="end">{tick * step:g}</text>']
+        svg += [f'<path class="grid" d="M44 {y(tick * step):.1f}H348"/>', f'<text class="tick" x="38" y="{y(tick * step) + 4:.1f}" '
+                f'text-anchor="end">{tick * step:g}</text>']
     for exponent in range(math.ceil(first), math.floor(last) + 1, max(1, math.ceil((last - first) / 7))):
         svg.append(f'<text class="tick" x="{x(2 ** exponent):.1f}" y="236" text-anchor="middle">{2 ** exponent}</text>')
     svg += [f'<text class="tick" x="348" y="256" text-anchor="end">bytes per vector</text><path class="floor" d="M44 {y(floor):.1f}H348"/>',
@@ -1189,27 +1322,31 @@ def curve_panel(points, name, label, floor):
             if bounds := point[f"{name}_interval"]:
                 svg.append(f'<path class="whisker" d="M{x(point["bytes"]):.1f} {y(bounds[0]):.1f}V{y(bounds[1]):.1f}"/>')
             title = f"{point['budget']}, {point['bytes']} bytes: {Figure(point[name], point[f'{name}_interval'])}"
-            svg.append(f'<path class="dot" d="{path}" transform="translate({x(point["bytes"]):.1f} {y(point[name]):.1f})"><title>{html.escape(title)}</title></path>')
+            svg.append(f'<path class="dot" d="{path}" transform="translate({x(point["bytes"]):.1f} {y(point[name]):.1f})">'
+                       f'<title>{html.escape(title)}</title></path>')
         svg.append("</g>")
     return "".join([*svg, "</svg>"])
 
 
 def slope_chart(order, name):
     """Two columns of ranks, a line a model; the best stands on top."""
-    models, step = order["models"], 26
+    models, step, here = order["models"], 26, f"here, {order['mode']}"
     left, right = (average_ranks([-model[column] for model in models]) for column in (1, 2))
-    y = lambda rank: 30 + step * rank
-    svg = [f'<svg class="chart slope" viewBox="0 0 360 {step * len(models) + 50}" role="img" aria-label="ranks in {html.escape(name)} and here, {html.escape(order["mode"])}">',
-           f'<text class="t" x="112" y="16" text-anchor="end">{html.escape(shown(name, 18))}</text><text class="t" x="248" y="16">here, {html.escape(order["mode"])}</text>']
+    y = lambda rank: 26 + step * rank
+    def text(x, y, anchor, style, words):
+        return f'<text class="{style}" x="{x}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    svg = [f'<svg class="chart slope" viewBox="0 0 480 {step * len(models) + 46}" role="img" '
+           f'aria-label="{html.escape(f"ranks in {name} and {here}")}">',
+           text(182, 16, "end", "t", shown(name, 24)), text(298, 16, "start", "t", here)]
     taken = {}                                          # models that share a rank stand one under the other
     for (label, a, b), first, second in zip(models, left, right):
         kind = "same" if first == second else "up" if second < first else "down"
-        svg.append(f'<g class="{kind}"><path d="M128 {y(first) - 4:.1f}L232 {y(second) - 4:.1f}"/><circle cx="128" cy="{y(first) - 4:.1f}" r="3.5"/>'
-                   f'<circle cx="232" cy="{y(second) - 4:.1f}" r="3.5"/>')
-        for column, rank, value, anchor, at in ((0, first, a, "end", 118), (1, second, b, "start", 242)):
-            shift = 11 * taken.setdefault((column, rank), 0)
+        svg.append(f'<g class="{kind}"><path d="M192 {y(first):.1f}L288 {y(second):.1f}"/>')
+        for column, rank, value, anchor, at in ((0, first, a, "end", 182), (1, second, b, "start", 298)):
+            shift = 12 * taken.setdefault((column, rank), 0)
             taken[column, rank] += 1
-            svg.append(f'<text class="s" x="{at}" y="{y(rank) + shift:.1f}" text-anchor="{anchor}">{html.escape(shown(label.replace("Embedding", "Emb"), 20))} {value:.1f}</text>')
+            svg += [f'<circle cx="{192 + 96 * column}" cy="{y(rank):.1f}" r="3.5"/>',
+                    text(at, y(rank) + 4 + shift, anchor, "s", f"{shown(label, 24)} {value:.1f}")]
         svg.append("</g>")
     return "".join([*svg, "</svg>"])
 
@@ -1226,7 +1363,7 @@ def thumbnail(folder, name, side):
 
 
 def example_sets(data, vectors):
-    """What one card shows, a set an embedder: columns (its vectors) and lines (conditions), each cell the place of a prediction file or None."""
+    """What a card shows, a set an embedder: columns (its vectors), lines (conditions), each cell the place of a prediction file or None."""
     files, sets = {}, []
     place = lambda row: files.setdefault(row["file"], len(files)) if row["file"] in data["texts"] else None
     for name in dict.fromkeys(vector.row["embedder"] for vector in vectors):
@@ -1236,12 +1373,14 @@ def example_sets(data, vectors):
         for condition in conditions:
             rows = [vector.row if condition == "matched" else vector.controls.get(condition) for vector in mine]
             texts = [data["texts"].get(row["file"]) if row else None for row in rows]
-            one = condition != "matched" and len(mine) > 1 and all(row and row["mode"] is None for row in rows) and all(text == texts[0] for text in texts)
+            one = condition != "matched" and len(mine) > 1 and all(row and row["mode"] is None
+                                                                   for row in rows) and all(text == texts[0] for text in texts)
             lines.append({"key": condition, "name": nice(CONDITION_NAMES, condition), "one": one,
                           "cells": [row and place(row) for row in (rows[:1] if one else rows)]})
         sets.append({"name": nice(EMBEDDERS, name or "embedder not named"), "columns": [vector.mode for vector in mine],
                      "lines": [line for line in lines if any(cell is not None for cell in line["cells"])]})
-    return [chosen for chosen in sets if chosen["lines"] and chosen["lines"][0]["key"] == "matched"], list(files)
+    sets = [chosen for chosen in sets if chosen["lines"] and chosen["lines"][0]["key"] == "matched"]
+    return sorted(sets, key=lambda chosen: -len(chosen["columns"])), list(files)  # an embedder with both modes first
 
 
 def disagreement(item, chosen, files, scores):
@@ -1255,7 +1394,7 @@ def disagreement(item, chosen, files, scores):
 
 
 def examples_of(args, data, vectors, items, notes):
-    """The examples' data for the page: {"sets", "items", "images"}. Half are those with the most disagreement, the rest drawn evenly by seed."""
+    """The examples' data for the page. Of more than --examples items, half are those with the most disagreement, half are drawn by seed."""
     sets, files = example_sets(data, vectors)
     usable_items = [item for item in items if any(item["id"] in data["scores"][file] for file in files)]
     if not sets or not usable_items:
@@ -1285,14 +1424,23 @@ def examples_of(args, data, vectors, items, notes):
     places = {name: place for place, name in enumerate(name for name, uri in images.items() if uri)}
     shown_items = []
     for item in ordered:
-        answers = [[None if (text := data["texts"][file].get(item["id"])) is None else clean(text), data["scores"][file].get(item["id"])] for file in files]
-        tags = [clean(item[key], 40) for key in ("kind", "dataset") if isinstance(item.get(key), str)] + (["answer not in training"] if item.get("seen") is False else [])
+        answers = [[None if (text := data["texts"][file].get(item["id"])) is None else clean(text), data["scores"][file].get(item["id"])]
+                   for file in files]
+        tags = [clean(item[key], 40) for key in ("kind", "dataset") if isinstance(item.get(key), str)] + (["answer not in training"]
+                                                                                                          if item.get("seen") is False
+                                                                                                          else [])
         gold = list(dict.fromkeys(clean(text, 120) for text in item["answers"]))
-        shown_items.append({"id": clean(item["id"], 80), "image": clean(item["image"], 120), "question": clean(item["question"]), "answers": gold[:6], "more": max(0, len(gold) - 6),
-                            "source": clean(item["source"], 60), "domain": nice(DOMAINS, item["domain"]), "tags": tags, "thumb": places.get(item["image"]), "said": answers})
+        shown_items.append({"id": clean(item["id"], 80), "image": clean(item["image"], 120), "question": clean(item["question"]),
+                            "answers": gold[:6], "more": max(0, len(gold) - 6),
+                            "source": clean(item["source"], 60), "domain": nice(DOMAINS, item["domain"]), "tags": tags,
+                            "thumb": places.get(item["image"]), "said": answers})
     for chosen in sets:
-        chosen["order"] = sorted(range(len(ordered)), key=lambda i: (-disagreement(ordered[i], chosen, files, data["scores"]), ordered[i]["id"]))
-    return {"sets": sets, "items": shown_items, "images": [uri for uri in images.values() if uri], "total": len(usable_items)}
+        chosen["order"] = sorted(range(len(ordered)), key=lambda i: (-disagreement(ordered[i], chosen, files, data["scores"]),
+                                                                     ordered[i]["id"]))
+    order = {kind: [nice(DOMAINS, name) if kind == "domain" else clean(name, 60) for name in data["groups"].get(kind, {})]
+             for kind in ("domain", "source")}
+    return {"sets": sets, "items": shown_items, "order": order, "images": [uri for uri in images.values() if uri],
+            "total": len(usable_items)}
 
 
 # ---- HTML ----
@@ -1301,10 +1449,23 @@ def html_table(table):
         if isinstance(value, Figure):
             return f'<td class="num">{value.number()}{f" <small>{value.interval()}</small>" if value.interval() else ""}</td>'
         tag = 'th scope="row"' if first else "td"
-        kind = "num" if re.fullmatch(r"[-+0-9.]+", value) else "tight" if len(value) < 20 else "text"
+        kind = "num" if re.fullmatch(r"[-+0-9.]+", value) else "tight" if len(value) < 20 else "text" if len(value) < 80 else "long"
         return f'<{tag} class="{kind}">{html.escape(value)}</{tag.split()[0]}>'
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table.header)
-    body = "".join(f'<tr class="{mark_}">{"".join(cell(value, i == 0) for i, value in enumerate(row))}</tr>' for mark_, row in zip(table.marks, table.rows))
+    header, lines, group = table.header, [], None
+    for kind, row in zip(table.marks, table.rows):      # embedder and mode share a cell or a heading: room for figures on a phone
+        if header[:3] == ["Embedder", "Mode", "Condition"]:
+            if row[:2] != group:
+                lines.append(f'<tr class="group"><th scope="rowgroup" colspan="{len(header) - 2}">'
+                             f'<span>{html.escape(" ".join(row[:2]))}</span></th></tr>')
+            group, cells = row[:2], [cell(row[2], True), *(cell(value, False) for value in row[3:])]
+        elif header[:2] == ["Embedder", "Mode"]:
+            cells = [f'<th scope="row" class="text">{html.escape(row[0])} <small>{html.escape(row[1])}</small></th>',
+                     *(cell(value, False) for value in row[2:])]
+        else:
+            cells = [cell(row[0], True), *(cell(value, False) for value in row[1:])]
+        lines.append(f'<tr class="{kind}">{"".join(cells)}</tr>')
+    names = header[2:] if group else ["Vector", *header[2:]] if header[:2] == ["Embedder", "Mode"] else header
+    head, body = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names), "".join(lines)
     note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
     return f'{note}<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -1317,8 +1478,10 @@ def section(key, title, content, fold=False):
 
 def card_html(card):
     lines = "".join(f"<p>{html.escape(line)}</p>" for line in card["lines"])
-    return (f'<article class="card {card["tone"]}"><h2>{html.escape(card["question"])}</h2><p class="answer"><svg class="tone" viewBox="0 0 20 20" aria-hidden="true">'
-            f'<use href="#tone-{card["tone"]}"/></svg><span>{html.escape(card["answer"])}</span></p>{bars(card["bars"])}{grid_html(card.get("grid"))}{lines}</article>')
+    return (f'<article class="card {card["tone"]}"><h2>{html.escape(card["question"])}</h2><p class="answer"><svg class="tone" viewBox="0 '
+            '0 20 20" aria-hidden="true">'
+            f'<use href="#tone-{card["tone"]}"/></svg>'
+            f'<span>{html.escape(card["answer"])}</span></p>{bars(card["bars"])}{grid_html(card.get("grid"))}{lines}</article>')
 
 
 def grid_html(grid):
@@ -1326,8 +1489,12 @@ def grid_html(grid):
     if not grid:
         return ""
     def cell(entry):
-        name, word = ("none", "no controls") if not entry else ("wrong", f"not above {listed(entry[0])}") if entry[0] else ("right", "above every control")
-        return f'<td title="{html.escape(word)}"><svg class="s {name}" role="img" aria-label="{html.escape(word)}"><use href="#{name}"/></svg></td>'
+        if isinstance(entry, str):
+            return f"<td>{entry}</td>"
+        name, word = ("none", "no controls") if not entry else ("right", "above every control")
+        if entry and entry[0]:
+            name, word = "wrong", html.escape(f"not above {listed(entry[0])}")
+        return f'<td title="{word}"><svg class="s {name}" role="img" aria-label="{word}"><use href="#{name}"/></svg></td>'
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in grid[0])
     body = "".join(f'<tr><th scope="row">{html.escape(name)}</th>{"".join(map(cell, entries))}</tr>' for name, entries in grid[1])
     return f'<table class="grid"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -1345,13 +1512,14 @@ def legend(vectors):
 def embedded(value):
     """JSON for a script element: no character of it can end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return re.sub("[&<>\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def write_html(path, page, vectors, examples):
     domains = page["domains"]
     panels = [forest(vectors, "All items", lambda row: row["overall"])]
-    panels += [forest(vectors, nice(DOMAINS, name).capitalize(), lambda row, name=name: row["by_domain"][name]) for name in domains if len(domains) > 1]
+    panels += [forest(vectors, nice(DOMAINS, name).capitalize(), lambda row, name=name: row["by_domain"][name]) for name in domains
+               if len(domains) > 1]
     chart = f'{legend(vectors)}<div class="charts">{"".join(panels)}</div>' if vectors else ""
     by_title = {table.title: table for table in page["tables"]}
     main_tables = [section("scores", "Scores", chart + html_table(by_title["Scores"]))]
@@ -1361,18 +1529,25 @@ def write_html(path, page, vectors, examples):
     browse = ""
     if examples:
         total = examples["total"]
-        part = (f"all {total} items" if len(examples["items"]) == total else f"{len(examples['items'])} of {total} items: half of them those with the most disagreement, half "
+        part = (f"all {total} items" if len(examples["items"]) == total else f"{len(examples['items'])} of {total} items: half of them "
+                "those with the most disagreement, half "
                 "drawn at random from the rest")
-        browse = section("examples", "Examples", f'<p class="note">{part}. Most disagreement first: between the modes, then between vectors and controls.</p>'
-                         '<div id="filters" role="group" aria-label="Filters"></div><p id="count" role="status"></p><div id="cards"></div><button id="more" type="button" hidden>'
+        browse = section("examples", "Examples", f'<p class="note">{part[0].upper() + part[1:]}. Most disagreement first: between the '
+                         'modes, then between vectors and controls.</p>'
+                         '<div id="filters" role="group" aria-label="Filters"></div><p id="count" role="status"></p><div id="cards"></div>'
+                         '<button id="more" type="button" hidden>'
                          '</button><noscript><p>The examples need JavaScript, which is switched off.</p></noscript>')
     deviations = "".join(f"<li>{html.escape(line)}</li>" for line in page["deviations"])
-    how = section("provenance", "How these figures were made", f'<ul class="plain">{deviations}</ul>{html_table(page["files"])}<h3>Commands</h3><pre tabindex="0">'
+    how = section("provenance", "How these figures were made", f'<ul class="plain">{deviations}</ul>{html_table(page["files"])}'
+                  '<h3>Commands</h3><pre tabindex="0">'
                   f'{html.escape(chr(10).join(page["commands"]))}</pre><p class="note">{html.escape(page["foot"])}</p>', fold=True)
-    links = "".join(f'<a href="#{key}">{html.escape(name)}</a>' for key, name in (("scores", "Scores"), ("controls", "Controls"), ("source", "Sources"), ("examples", "Examples"),
-                                                                                 ("provenance", "How made")) if key != "examples" or examples)
+    links = "".join(f'<a href="#{key}">{html.escape(name)}</a>' for key, name in (("scores", "Scores"), ("controls", "Controls"),
+                                                                                  ("source", "Sources"), ("examples", "Examples"),
+                                                                                 ("provenance", "How made")) if key != "examples"
+                    or examples)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
+              f"script-src 'sha256-{digest}'")
     document = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -1406,16 +1581,24 @@ def parse_args(argv=None):
         if not text.isdecimal():
             raise argparse.ArgumentTypeError(f"expected a whole number, found {shown(text)}")
         return int(text)
-    parser = argparse.ArgumentParser(description="Write report.html and report.md: tables, charts and examples of scored runs.", allow_abbrev=False)
-    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="folder with scores.json (default: each such folder in results/, a page each)")
-    parser.add_argument("--items", metavar="F.jsonl", help="item file that was scored (default: the one scores.json names; no examples where it is not there)")
-    parser.add_argument("--images", metavar="DIR", help="folder that the items' image paths are relative to (default: 'images' beside the item file or one "
+    parser = argparse.ArgumentParser(description="Write report.html and report.md: tables, charts and examples of scored runs.",
+                                     allow_abbrev=False)
+    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="folder with scores.json (default: each such folder in results/, a "
+                        "page each)")
+    parser.add_argument("--items", metavar="F.jsonl", help="item file that was scored (default: the one scores.json names; no examples "
+                        "where it is not there)")
+    parser.add_argument("--images", metavar="DIR", help="folder that the items' image paths are relative to (default: 'images' beside the "
+                        "item file or one "
                         "folder up; no pictures where neither is there)")
     parser.add_argument("--out", metavar="DIR", help="folder for report.html and report.md (default: the first RUN_DIR)")
-    parser.add_argument("--root", default=".", metavar="DIR", help="folder that file names in scores.json are relative to (default: the current one)")
-    parser.add_argument("--paper", metavar="FILE", help="published figures, or 'none' (default: paper.json beside this script, if it is there)")
-    parser.add_argument("--benchmark", metavar="F.csv", help="scores of another benchmark to compare the order with: columns embedder, score; optional mode, source")
-    parser.add_argument("--curve", nargs="+", metavar="F.json", help="curve.json files of controls.py curve (default: those in RUN_DIR and beside the predictions)")
+    parser.add_argument("--root", default=".", metavar="DIR", help="folder that file names in scores.json are relative to (default: the "
+                        "current one)")
+    parser.add_argument("--paper", metavar="FILE", help="published figures, or 'none' (default: paper.json beside this script, if it "
+                        "is there)")
+    parser.add_argument("--benchmark", metavar="F.csv", help="scores of another benchmark to compare the order with: columns embedder, "
+                        "score; optional mode, source")
+    parser.add_argument("--curve", nargs="+", metavar="F.json", help="curve.json files of controls.py curve (default: those in RUN_DIR and "
+                        "beside the predictions)")
     parser.add_argument("--title", help="title of the page (default: from the first RUN_DIR's name)")
     parser.add_argument("--examples", type=whole, default=300, metavar="N", help="most items among the examples, 0: none (default: 300)")
     parser.add_argument("--thumbnail", type=whole, default=224, metavar="PIXELS", help="longest side of a picture (default: 224)")
@@ -1431,7 +1614,8 @@ def find_items(args, data):
         return []
     items = read_items(path)
     if sha256(path) != data["items"]["sha256"]:
-        raise UserError(f"{path}: expected the items that were scored (SHA-256 {data['items']['sha256'][:12]}), found {sha256(path)[:12]}. Give those, or score again")
+        raise UserError(f"{path}: expected the items that were scored (SHA-256 {data['items']['sha256'][:12]}), found {sha256(path)[:12]}. "
+                        "Give those, or score again")
     if args.images and not os.path.isdir(args.images):
         raise UserError(f"{args.images}: not a folder. --images names the folder that the items' image paths are relative to")
     folder = os.path.dirname(os.path.abspath(path))
@@ -1442,33 +1626,29 @@ def find_items(args, data):
     return items
 
 
-def report(args):
-    """Read one set of run folders and write its page and Markdown. Returns the page's path."""
-    data = read_runs(args)
-    items = find_items(args, data) if args.examples else []
-    default_paper = os.path.join(os.path.dirname(os.path.abspath(__file__)), "paper.json")
-    paper = {} if args.paper == "none" else read_json(args.paper) if args.paper else read_json(default_paper) if os.path.exists(default_paper) else {}
-    vectors = vectors_of(data["rows"])
-    pairs, curves = mode_pairs(data, vectors), read_curves(args, data)
-    examples = examples_of(args, data, vectors, items, data["notes"]) if items else None
-    scores, middle, charts = main_table(data, vectors, paper), [], {}
+def tables_of(args, data, vectors, pairs, curves, paper):
+    """The tables after the main one, as (section's key, Table), and the charts that stand above some of them, by title."""
+    middle, charts = [], {}
     if pairs:
         middle.append(("modes", pairs_table(data, pairs)))
     middle += [("support", support_table(data, vectors)), ("controls", controls_table(data, vectors))]
-    middle += [("leak", table) for table in leak_tables(data)]
+    middle += [(f"leak-{number}", table) for number, table in enumerate(leak_tables(data))]
     middle.append(("source", group_table(data, vectors, "source", "Scores per source", "Score with 95% interval.", lambda name: name)))
     if data["groups"].get("seen"):
-        middle.append(("seen", group_table(data, vectors, "seen", "Answers seen in training or not", "Whether the item's answer is an answer of a training item. "
-                       "A vector that only names familiar answers fails on the unseen ones.", lambda name: f"answer {name}")))
+        middle.append(("seen", group_table(data, vectors, "seen", "Answers seen in training or not", "Whether the item's answer is an "
+                                           "answer of a training item. "
+                       "A vector that only names familiar answers fails on the unseen ones.", lambda name: f"Answer {name}")))
     for curve in curves:
         table = curve_table(curve)
         floor = next((point["score"] for point in curve["points"] if not point["bytes"]), 0.0)
         families = [family for family in FAMILIES if any(point["family"] == family for point in curve["points"] if point["bytes"])]
-        keys = "".join(f'<li><svg class="family {family}" viewBox="-10 -10 20 20" aria-hidden="true"><path class="dot" d="{FAMILIES[family][0]}"/></svg>'
+        keys = "".join(f'<li><svg class="family {family}" viewBox="-10 -10 20 20" aria-hidden="true"><path class="dot" '
+                       f'd="{FAMILIES[family][0]}"/></svg>'
                        f'{FAMILIES[family][1]}</li>' for family in families)
-        charts[table.title] = (f'<ul class="legend">{keys}</ul><div class="charts wide">{curve_panel(curve["points"], "score", "Score", floor)}'
+        charts[table.title] = (f'<ul class="legend">{keys}</ul><div class="charts '
+                               f'wide">{curve_panel(curve["points"], "score", "Score", floor)}'
                                f'{curve_panel(curve["points"], "bits", "Usable bits per answer", 0.0)}</div>')
-        middle.append(("curve", table))
+        middle.append((f"curve-{len(middle)}", table))
     if args.benchmark:
         name = os.path.splitext(os.path.basename(args.benchmark))[0]
         orders = orders_of(vectors, read_benchmark(args.benchmark))
@@ -1478,19 +1658,37 @@ def report(args):
     middle.append(("trust", trust_table(vectors)))
     if paper.get("rows"):
         middle.append(("paper", paper_table(paper)))
+    return middle, charts
+
+
+def report(args):
+    """Read one set of run folders and write its page and Markdown. Returns the page's path."""
+    data = read_runs(args)
+    items = find_items(args, data) if args.examples else []
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "paper.json")
+    paper = args.paper or (beside if os.path.exists(beside) else "none")
+    paper = {} if paper == "none" else read_json(paper)
+    vectors = vectors_of(data["rows"])
+    pairs, curves = mode_pairs(data, vectors), read_curves(args, data)
+    examples = examples_of(args, data, vectors, items, data["notes"]) if items else None
+    scores, (middle, charts) = main_table(data, vectors, paper), tables_of(args, data, vectors, pairs, curves, paper)
     files, commands, deviations = provenance(args, data)
     info, run_ = data["items"], data["runs"][0]
     domains = list(data["groups"]["domain"])
     finished = ((run_["run"] or {}).get("finished") or "")[:10]
     page = {"title": args.title or f"What survives in the embedding: {shown(os.path.basename(os.path.abspath(args.run_dirs[0])), 60)}",
-            "lede": (f"{info['n']} questions on {info['images']} images" + (f" ({listed(nice(DOMAINS, name) for name in domains)})" if domains else "")
-                     + ". A small language model answers each from one vector and the question alone; the more it gets right, the more the vector holds."
+            "lede": (f"{info['n']} questions on {info['images']} images" + (f" ({listed(nice(DOMAINS, name) for name in domains)})"
+                                                                            if domains else "")
+                     + ". A small language model answers each from one vector and the question alone; the more it gets right, the more the "
+                     "vector holds."
                      + (f" Scored {finished}." if finished else "")),
             "cards": [mode_card(pairs, vectors), domain_card(data, pairs, vectors), controls_card(data, vectors)], "domains": domains,
             "tables": [scores, *(table for _, table in middle), files], "middle": middle, "charts": charts, "files": files,
             "commands": commands, "deviations": deviations,
-            "foot": (f"Items {info['file']} (SHA-256 {info['sha256'][:12]}). Scoring seed {run_['seed']}, {run_['bootstrap']} resamples over images. Each interval and p "
-                     "stands alone: none is corrected for the number of comparisons. Intervals cover the choice of test items, not of the training seed.")}
+            "foot": (f"Items {info['file']} (SHA-256 {info['sha256'][:12]}). Scoring seed {run_['seed']}, {run_['bootstrap']} resamples "
+                     "over images. Each interval and p "
+                     "stands alone: none is corrected for the number of comparisons. Intervals cover the choice of test items, not of the "
+                     "training seed.")}
     out = args.out or args.run_dirs[0]
     try:
         os.makedirs(out, exist_ok=True)

@@ -460,7 +460,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in extract.py catches it."""
 
 
-def interrupted(extract, monkeypatch, after, **run):
+def interrupted(extract, monkeypatch, after, *run):
     """Run with an `embed` that dies after some batches."""
     real, calls = extract.embed, []
 
@@ -469,72 +469,61 @@ def interrupted(extract, monkeypatch, after, **run):
             raise Killed
         calls.append(1)
         return real(*args)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(extract, "embed", dying)
-        with pytest.raises(Killed):
-            call(**run)
+        call(extract, *run)
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(extract, data, folders, tmp_path, monkeypatch, capsys):
-    run = dict(extract=extract, data=data, embedder="qwen3-vl-embedding-2b", mode="vl_joint", model=folders.qwen3)
-    extract.main(["--embedder", run["embedder"], "--mode", "vl_joint", "--items", str(data.path), "--images", str(data.images), "--model", str(folders.qwen3),
-                  "--out", str(tmp_path / "whole"), "--device", "cpu", "--workers", "0", *SMALL])
-    extract.main(["--embedder", run["embedder"], "--mode", "vl_joint", "--items", str(data.path), "--images", str(data.images), "--model", str(folders.qwen3),
-                  "--out", str(tmp_path / "o"), "--device", "cpu", "--workers", "0", "--limit", "2"])
-    earlier = trio(tmp_path / "o")
     out, journal, array = tmp_path / "o", tmp_path / "o.partial.jsonl", tmp_path / "o.partial.npy"
+    run = [data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3]
+    call(extract, *run, tmp_path / "whole", *SMALL)
+    call(extract, *run, out, "--limit", "2")
+    earlier = trio(out)
 
     def again(after=None, *more):
-        arguments = [run["embedder"], "vl_joint", folders.qwen3, out, *SMALL, *more]
         if after is None:
-            return call(extract, data, *arguments)
-        real, calls = extract.embed, []
-
-        def dying(*args):
-            if len(calls) == after:
-                raise Killed
-            calls.append(1)
-            return real(*args)
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(extract, "embed", dying)
-            call(extract, data, *arguments)
+            return call(extract, *run, out, *SMALL, *more)
+        interrupted(extract, monkeypatch, after, *run, out, *SMALL, *more)
 
     with pytest.raises(extract.UserError, match="finished output of other settings .*limit"):
         again()
     again(2, "--overwrite")
     assert trio(out) == earlier and not (tmp_path / "o.lock").exists(), "the earlier result stays until the new one is whole"
     with pytest.raises(extract.UserError, match="unfinished run of other settings .*batch_size"):
-        extract.open_state(str(out), {**json.loads(journal.read_text().splitlines()[0]), "batch_size": 5}, (14, 48), False)
+        extract.open_state(str(out), {**json.loads(journal.read_text().splitlines()[0]), "batch_size": 5}, (14, 48), {}, False)
     lines = journal.read_bytes()
     assert lines.count(b"\n") == 3
     journal.write_bytes(lines + b'{"batch": 4, "ro')                # torn last line
     again(1, "--overwrite")
     assert journal.read_bytes().count(b"\n") == 4
     rows = np.lib.format.open_memmap(array, "r+")                  # one flipped bit in a row that counts as done
-    note = json.loads(journal.read_bytes().split(b"\n")[1])
-    rows.view(np.uint8)[note["rows"][0], 5] ^= 1
+    rows.view(np.uint8)[np.flatnonzero(rows.any(1))[0], 5] ^= 1
     del rows
     capsys.readouterr()
     again(0, "--overwrite")
     assert "1 finished batches do not match" in capsys.readouterr().err
     assert journal.read_bytes().count(b"\n") == 3
+    lines = journal.read_bytes().split(b"\n")                      # a batch number that is another's: zeros would pass for its vectors
+    number = json.loads(lines[1])[0]
+    journal.write_bytes(b"\n".join([lines[0], lines[1].replace(f"[{number},".encode(), f"[{number + 3},".encode(), 1), *lines[2:]]))
     again(None, "--overwrite")
+    assert "1 finished batches do not match" in capsys.readouterr().err
     assert trio(out) == trio(tmp_path / "whole") and not journal.exists() and not array.exists()
     again()                                                        # done already: says so
     assert "already done" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["replace", "write_json", "drop_state"])
+@pytest.mark.parametrize("name", ["finish", "write_json", "drop_state"])
 def test_a_kill_while_publishing_loses_nothing(extract, data, folders, tmp_path, monkeypatch, name):
     def die(*args, **kwargs):
         raise Killed
     out = tmp_path / "o"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(*((extract.os, "replace") if name == "replace" else (extract, name)), die)
+        patch.setattr(extract, name, die)
         call(extract, data, "clip", "visual_only", folders.clip, out)
     assert (tmp_path / "o.meta.json").exists() == (name == "drop_state")
-    if name == "replace":                                          # died before the journal's first line: nothing under a final name
-        assert not (tmp_path / "o.npy").exists()
+    assert (tmp_path / "o.npy").exists() == (name == "drop_state"), "nothing under a final name before all is on disk"
     array, keys, _ = call(extract, data, "clip", "visual_only", folders.clip, out)
     call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "whole")
     assert trio(out) == trio(tmp_path / "whole")
@@ -561,6 +550,110 @@ def test_sigkill_of_the_real_process_and_workers(data, folders, tmp_path):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["rows"] == 14
     assert trio(tmp_path / "o") == trio(tmp_path / "whole")
+
+
+def test_kills_at_random_moments(extract, data, folders, tmp_path):
+    """SIGKILL at moments drawn from a printed seed (KILLS scales it): nothing partial under a final name, and the end has the same bytes."""
+    seed = int(os.environ.get("KILL_SEED", 20261130))
+    rng, kills = np.random.default_rng(seed), int(os.environ.get("KILLS", 12))
+    print("seed", seed)
+
+    def child(out):
+        pid = os.fork()                                            # the libraries are loaded already, so a kill costs no import
+        if pid == 0:
+            try:
+                sys.stdout = sys.stderr = open(os.devnull, "w")
+                call(extract, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out, "--batch-size", "1", "--on-error", "skip")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return pid
+    started = time.time()
+    assert os.waitpid(child(tmp_path / "whole"), 0)[1] == 0
+    duration, survived, out = min(3, time.time() - started), 0, tmp_path / "o"
+    while survived < kills:
+        pid = child(out)
+        time.sleep(float(rng.uniform(0, duration)))
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            survived += 1
+        else:
+            assert status == 0, "a run that was given again failed"
+        if (tmp_path / "o.meta.json").exists():                    # finished: the whole trio, and a fresh start for the next kill
+            extract.read_embeddings(str(out))
+            assert trio(out) == trio(tmp_path / "whole")
+            for path in tmp_path.glob("o.*"):
+                path.unlink()
+    assert os.waitpid(child(out), 0)[1] == 0
+    assert trio(out) == trio(tmp_path / "whole") and extract.read_embeddings(str(out))
+
+
+def test_no_room_at_any_write_is_an_error_and_earlier_results_stay(extract, data, folders, tmp_path, monkeypatch):
+    """A limit on file sizes stands for a full disk; every write of the run meets it at one of these limits."""
+    import resource
+    out = tmp_path / "o"
+    call(extract, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out, "--limit", "2")
+    earlier, seen = {path.name: path.read_bytes() for path in tmp_path.glob("o.*")}, set()
+    for limit in (0, 1000, None, 100, *range(1800, 4800, 60), 10**6):
+        if limit is None:                                          # from here on with the array in place and one batch done
+            interrupted(extract, monkeypatch, 1, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out, "--overwrite")
+            continue
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sys.stdout = sys.stderr = open(os.devnull, "w")
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+                try:
+                    call(extract, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out, "--overwrite")
+                    os.write(write, b"done")
+                except extract.UserError as error:
+                    os.write(write, str(error).encode())
+                os._exit(0)
+            except BaseException as error:
+                os.write(write, ("crash " + __import__("traceback").format_exc()).encode())
+            finally:
+                os._exit(1)
+        os.close(write)
+        os.waitpid(pid, 0)
+        with os.fdopen(read, "rb") as pipe:
+            said = pipe.read().decode()
+        if said == "done":
+            break
+        assert "cannot write" in said and "bytes free" in said and str(tmp_path) in said, (limit, said)
+        seen.add(said.split(":")[0].removeprefix(str(out)))
+        assert {name: (tmp_path / name).read_bytes() for name in earlier} == earlier, limit
+    assert {".lock", ".partial.npy", ".partial.jsonl", ".staged.meta.json"} <= seen and said == "done", seen
+    assert call(extract, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out)[2]["rows"] == 14
+
+
+def test_merge_of_a_million_rows_is_flat_in_memory(extract, tmp_path):
+    """Two shards of 500,000 rows of 64: under 2 GB resident and 2 minutes."""
+    rows, script = 500_000, tmp_path / "measure.py"
+    settings = dict(format_version=1, embedder="clip", mode="vl_joint", key="id", dim=64, normalized=True, dtype="float32", entries=2 * rows, on_error="stop")
+    for shard in range(2):
+        prefix = str(tmp_path / f"big.shard-{shard}-of-2")
+        array = np.lib.format.open_memmap(prefix + ".npy", "w+", np.float32, (rows, 64))
+        array[:] = np.arange(shard, 2 * rows, 2, dtype=np.float32)[:, None]
+        array.flush()
+        Path(prefix + ".ids.txt").write_text("".join(f"item-{i}\n" for i in range(shard, 2 * rows, 2)))
+        np.save(prefix + ".rows.npy", np.arange(shard, 2 * rows, 2))
+        Path(prefix + ".meta.json").write_text(json.dumps({
+            **settings, "shard": f"{shard}/2", "rows": rows, "ids_sha256": extract.sha256(prefix + ".ids.txt"),
+            "array_sha256": extract.sha256(prefix + ".npy"), "rows_sha256": extract.sha256(prefix + ".rows.npy"), "failed_items": 0}))
+    script.write_text(f"import resource, subprocess, sys\n"
+                      f"done = subprocess.run([sys.executable, {str(ROOT / 'extract.py')!r}, '--merge', '2', '--out', {str(tmp_path / 'big')!r}])\n"
+                      f"print('KB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\nsys.exit(done.returncode)\n")
+    started = time.time()
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("KB")[-1]) < 2_000_000 and time.time() - started < 120
+    array, keys, _ = extract.read_embeddings(str(tmp_path / "big"))
+    assert keys[:3] == ["item-0", "item-1", "item-2"] and len(keys) == 2 * rows
+    assert np.array_equal(array[:, 0], np.arange(2 * rows, dtype=np.float32))
+    print(done.stdout.split("KB")[-1], time.time() - started)
 
 
 # ---- awkward images ---------------------------------------------------------------------------------------------------------------------------
