@@ -487,6 +487,7 @@ def expand(patterns, notes):
     paths, skipped = {}, set()
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else [f for f in glob.glob(pattern, recursive=True) if f.endswith(".jsonl")]
+        found = [f for f in found if f == pattern or os.path.basename(f) != "scores.jsonl"]      # controls.py scores beside its predictions
         kept = [f for f in found if f == pattern or os.path.exists(sidecar(f))]
         skipped.update(set(found) - set(kept))
         if not kept:

@@ -559,8 +559,8 @@ def check_vectors(prefix, rows, images, allow):
 
     rows (M,) distinct rows in use, images: the image of each. Equal vectors of one image (asked twice) are fine.
     """
-    pieces = [(np.linalg.norm(x, axis=1), [hash(row.tobytes()) for row in x]) for x in vector_pieces(prefix, rows, [])]
-    norms, hashes = np.concatenate([norm for norm, _ in pieces]), np.concatenate([np.array(part, np.int64) for _, part in pieces])
+    pieces = [(np.linalg.norm(x, axis=1), np.array([hash(row.tobytes()) for row in x])) for x in vector_pieces(prefix, rows, [])]
+    norms, hashes = (np.concatenate(parts) for parts in zip(*pieces))
     _, std, _, _ = statistics(prefix, rows, [])
     order = np.argsort(hashes, kind="stable")
     equal = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
@@ -961,6 +961,7 @@ def prepare_examples(args, splits, tokenizer, template, soft_tokens, counts):
         keep, reasons = check_lengths(examples, getattr(args, f"{split}_items"), args)
         if reasons:
             items, rows = [items[i] for i in keep], None if rows is None else rows[keep]
+            splits[split] = (items, prefix, rows)
             examples = encode_items(items, tokenizer, template, soft_tokens, prefix, rows)
         counts[split] |= {"skipped": len(reasons), "used": len(examples.ids),
                           "supervised_tokens": int((examples.lengths - examples.prompts).sum())}
@@ -1068,11 +1069,9 @@ def prepare_training(args, splits, meta, counts, source, resuming, device):
     data, skipped = prepare_examples(args, splits, tokenizer, template, soft_tokens, counts)
     steps, dim, size = None, None, 0
     if soft_tokens:
-        items, _, rows = splits["train"]
-        image, used = {row: item["image"] for item, row in zip(items, rows.tolist())}, np.unique(data["train"].rows)
-        check_vectors(args.train_embeddings, used, [image[row] for row in used.tolist()], args.allow_duplicate_vectors)
+        used, first = np.unique(data["train"].rows, return_index=True)
+        check_vectors(args.train_embeddings, used, [splits["train"][0][i]["image"] for i in first], args.allow_duplicate_vectors)
         steps, dim, size = fit_steps(args.transform, args.normalize, args.train_embeddings, used, meta["dim"])
-        del items, image
     splits.clear()                                      # the texts are tokens now
     decoder = load_decoder(source, torch.float32).to(device).train()
     width = decoder.get_output_embeddings().weight.shape[1]

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VECTORS = {"joint": ("qwen3-vl-embedding-2b", "vl_joint"), "visual": ("qwen3-vl-embedding-2b", "visual_only"), "clip": ("clip", "visual_only")}
+VECTORS = {"joint": ("qwen3-vl-embedding-2b", "vl_joint"), "visual": ("qwen3-vl-embedding-2b", "visual_only"),
+           "clip": ("clip", "visual_only")}
 RIGHT = {  # chance that an answer is right: vector, condition, domain
     "joint": {"matched": (.95, .8, .7), "text_only": (.3, .1, .1), "zero": (.3, .1, .1), "shuffled": (.3, .1, .1)},
     "visual": {"matched": (.9, .3, .1), "text_only": (.3, .1, .1), "zero": (.3, .1, .1), "shuffled": (.3, .1, .1)},
@@ -68,10 +69,14 @@ def write_predictions(folder, items_path, items, name, condition, answers):
     rng = random.Random(f"bits/{'' if condition == 'text_only' else name}/{condition}")
     write_lines(path, [{"id": item["id"], "prediction": answer, "condition": condition, "answer_tokens": 2,
                         "answer_bits": (1.0 if condition == "matched" else 4.0) + rng.random()} for item, answer in zip(items, answers)])
-    words = ["train_decoder.py", "predict", "--readout", f"runs/readouts/{name}", "--items", "items/test.jsonl", "--out", f"runs/controls/{name}/{condition}.jsonl"]
-    meta = {"format_version": 1, "embedder": embedder, "mode": mode, "condition": condition, "readout_sha256": hashlib.sha256(name.encode()).hexdigest(),
-            "items_sha256": sha256(items_path), "limit": None, "command": words, "device": "cpu", "versions": {"torch": "2.13.0"}, "seconds": 1.5,
-            "embeddings": {"model": f"models/{name}", "dim": 192, "weights_sha256": hashlib.sha256(b"w").hexdigest()}, "predictions_sha256": sha256(path)}
+    words = ["train_decoder.py", "predict", "--readout", f"runs/readouts/{name}", "--items", "items/test.jsonl", "--out",
+             f"runs/controls/{name}/{condition}.jsonl"]
+    meta = {"format_version": 1, "embedder": embedder, "mode": mode, "condition": condition,
+            "readout_sha256": hashlib.sha256(name.encode()).hexdigest(),
+            "items_sha256": sha256(items_path), "limit": None, "command": words, "device": "cpu", "versions": {"torch": "2.13.0"},
+            "seconds": 1.5,
+            "embeddings": {"model": f"models/{name}", "dim": 192, "weights_sha256": hashlib.sha256(b"w").hexdigest()},
+            "predictions_sha256": sha256(path)}
     path.with_name(f"{condition}.meta.json").write_text(json.dumps(meta))
 
 
@@ -89,7 +94,8 @@ def make_run(folder, count=60, names=tuple(VECTORS), right=RIGHT, change=None):
             for item in items:                          # text-only does not see the vector: the same answers in each folder
                 rng = random.Random(f"{'' if condition == 'text_only' else name}/{condition}/{item['id']}")
                 gold = item["answers"][0]
-                answers.append(gold if rng.random() < chances[DOMAINS.index(item["domain"])] else wrong.get(gold, rng.choice(("A", "no", "blue", "17", "MOT"))))
+                answers.append(gold if rng.random() < chances[DOMAINS.index(item["domain"])]
+                               else wrong.get(gold, rng.choice(("A", "no", "blue", "17", "MOT"))))
             write_predictions(folder, folder / "items/test.jsonl", items, name, condition, answers)
     return score(folder, "runs/controls/*/*.jsonl")
 
@@ -160,13 +166,15 @@ def markdown_rows(folder, title):
 def test_main_table_holds_the_scorers_figures(run):
     scores = json.loads((run / "scores/scores.json").read_text())
     header, _, *rows = markdown_rows(run, "Scores")
-    assert header == ["Embedder", "Mode", "n", "All items", "Mean of domains", "Natural images", "Scene text", "Visual documents", "Usable bits"]
+    assert header == ["Embedder", "Mode", "n", "All items", "Mean of domains", "Natural images", "Scene text", "Visual documents",
+                      "Usable bits"]
     for row, name in zip(rows, ("clip", "visual", "joint")):
         found = next(one for one in scores["rows"] if one["condition"] == "matched" and f"/{name}/" in one["file"])
         low, high = found["overall"]["interval"]
         assert row[3] == f"{found['overall']['score']:.2f} [{low:.2f}, {high:.2f}]" and row[2] == "60"
         assert row[6].startswith(f"{found['by_domain']['scene_text']['score']:.2f} [")
-        pair = next(p for p in scores["pairs"] if p["a"]["file"] == found["file"] and p["b"]["file"] == found["file"].replace("matched", "text_only"))
+        pair = next(p for p in scores["pairs"] if p["a"]["file"] == found["file"]
+                    and p["b"]["file"] == found["file"].replace("matched", "text_only"))
         assert row[8].startswith(f"{pair['usable_information_bits']['mean']:.2f} [")
     assert [row[:2] for row in rows[3:4]] == [["no vector", "text only"]], "three copies of one text-only file are one row"
     published = [row for row in rows if row[0].endswith("(paper)")]
@@ -193,14 +201,17 @@ def test_summary_in_words(run):
 
 def fake_pair(difference, interval, **by_domain):
     group = lambda value, bounds: {"difference": value, "interval": bounds, "n": 10, "p": .5, "won": 1, "lost": 1, "tied": 1}
-    return group(difference, interval) | {"why": "joint against visual-only", "by_domain": {name: group(*value) for name, value in by_domain.items()}}
+    return group(difference, interval) | {"why": "joint against visual-only", "by_domain": {name: group(*value) for name,
+                                                                                            value in by_domain.items()}}
 
 
 def fake_vector(name, mode, score=50.0):
-    return report.Vector({"overall": {"score": score, "interval": [score - 1, score + 1], "n": 10}, "domain_differences": []}, name, mode, {})
+    return report.Vector({"overall": {"score": score, "interval": [score - 1, score + 1], "n": 10}, "domain_differences": []}, name, mode,
+                         {})
 
 
-@pytest.mark.parametrize("interval, answer, tone", [([2, 8], "Joint, by 5.0 points", "yes"), ([-1, 8], "No difference shown", "open"), (None, "No difference shown", "open"),
+@pytest.mark.parametrize("interval, answer, tone", [([2, 8], "Joint, by 5.0 points", "yes"), ([-1, 8], "No difference shown", "open"),
+                                                    (None, "No difference shown", "open"),
                                                     ([0, 8], "No difference shown", "open")])
 def test_mode_words_follow_the_interval(interval, answer, tone):
     a, b = fake_vector("E", "joint"), fake_vector("E", "visual-only")
@@ -314,7 +325,8 @@ def test_examples_are_complete_and_sorted_by_disagreement(run):
     assert len(data["items"]) == data["total"] == 60 and data["sets"][0]["name"] == "Qwen3-VL-Embedding-2B"
     chosen = data["sets"][0]
     assert chosen["columns"] == ["joint", "visual-only"]
-    assert [(line["key"], line["one"]) for line in chosen["lines"]] == [("matched", False), ("text_only", True), ("zero", False), ("shuffled", False)]
+    assert [(line["key"], line["one"]) for line in chosen["lines"]] == [("matched", False), ("text_only", True), ("zero", False),
+                                                                        ("shuffled", False)]
     gaps = []
     for number in chosen["order"]:
         item = data["items"][number]
@@ -322,7 +334,8 @@ def test_examples_are_complete_and_sorted_by_disagreement(run):
         assert joint == scores["joint", "matched", item["id"]] and visual == scores["visual", "matched", item["id"]]
         gaps.append(abs(joint - visual))
     assert gaps == sorted(gaps, reverse=True) and gaps[0] == 1 and gaps[-1] == 0
-    shown = {json.loads(line)["id"]: json.loads(line)["prediction"] for line in (run / "runs/controls/visual/zero.jsonl").read_text().splitlines()}
+    shown = {json.loads(line)["id"]: json.loads(line)["prediction"]
+             for line in (run / "runs/controls/visual/zero.jsonl").read_text().splitlines()}
     zero = chosen["lines"][2]["cells"][1]
     assert all(item["said"][zero][0] == shown[item["id"]] for item in data["items"])
 
@@ -353,7 +366,8 @@ def test_limits_on_examples(run, tmp_path):
 def test_same_files_same_bytes(run, tmp_path):
     for name in ("a", "b"):
         run_report(run, "scores", "--out", tmp_path / name)
-    assert [sha256(tmp_path / "a" / name) for name in ("report.html", "report.md")] == [sha256(tmp_path / "b" / name) for name in ("report.html", "report.md")]
+    assert [sha256(tmp_path / "a" / name) for name in ("report.html", "report.md")] == [sha256(tmp_path / "b" / name)
+                                                                                        for name in ("report.html", "report.md")]
 
 
 # ---------------------------------------------------------------- refusals
@@ -365,6 +379,10 @@ def test_predictions_that_changed_after_scoring_are_refused(tmp_path):
     path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"prediction": "changed"}), *lines[1:]]) + "\n")
     _, error = run_report(tmp_path, "scores", status=1)
     assert "zero.jsonl" in error and "Run evaluate.py again" in error and not (tmp_path / "scores/report.html").exists()
+    make_run(tmp_path, 12, names=("clip",))             # the same answers by another readout than the one that was scored
+    path = tmp_path / "runs/controls/clip/zero.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"readout_sha256": "0" * 64}))
+    assert "zero.jsonl" in run_report(tmp_path, "scores", status=1)[1]
 
 
 def test_other_items_and_other_runs_are_refused(run, tmp_path):
@@ -405,11 +423,14 @@ def test_two_folders_make_one_page(tmp_path):
 # ---------------------------------------------------------------- rate curve, controls.json, provenance
 def test_curve_spread_leaks_and_provenance(tmp_path):
     make_run(tmp_path, 12, names=("joint",))
-    points = [{"budget": budget, "family": family, "bytes": size, "score": value, "score_interval": [value - 5, value + 5], "bits": bits, "bits_interval": None,
+    points = [{"budget": budget, "family": family, "bytes": size, "score": value, "score_interval": [value - 5, value + 5], "bits": bits,
+               "bits_interval": None,
                "difference": None, "verdict": "not compared"} for budget, family, size, value, bits in (
-                   ("text_only", "full", 0, 20.0, None), ("truncate:64", "first", 256, 40.0, 1.0), ("truncate:128", "first", 512, 55.0, 1.5), ("none", "full", 768, 70.0, 2.5))]
+                   ("text_only", "full", 0, 20.0, None), ("truncate:64", "first", 256, 40.0, 1.0), ("truncate:128", "first", 512, 55.0,
+                                                                                                    1.5), ("none", "full", 768, 70.0, 2.5))]
     items = sha256(tmp_path / "items/test.jsonl")
-    (tmp_path / "scores/curve.json").write_text(json.dumps({"embedder": "qwen3-vl-embedding-2b", "mode": "vl_joint", "points": points, "inputs": {"items": items}}))
+    (tmp_path / "scores/curve.json").write_text(json.dumps({"embedder": "qwen3-vl-embedding-2b", "mode": "vl_joint", "points": points,
+                                                            "inputs": {"items": items}}))
     group = {"n": 5, "difference": 12.5, "interval": [2.0, 20.0]}
     folder = tmp_path / "runs/controls/joint"
     (folder / "controls.json").write_text(json.dumps({"embedder": "qwen3-vl-embedding-2b", "mode": "vl_joint", "rows": [], "leak_check": {
@@ -419,16 +440,19 @@ def test_curve_spread_leaks_and_provenance(tmp_path):
     readout = tmp_path / "runs/readouts/joint"
     readout.mkdir(parents=True)
     (readout / "readout.json").write_text(json.dumps({"content_sha256": hashlib.sha256(b"joint").hexdigest(), "arguments": {
-        "seed": 17, "decoder": "Qwen/Qwen3-0.6B"}, "run": {"argv": ["train_decoder.py", "fit", "--train-embeddings", "vectors/train", "--epochs", "2"]}}))
+        "seed": 17, "decoder": "Qwen/Qwen3-0.6B"}, "run": {"argv": ["train_decoder.py", "fit", "--train-embeddings", "vectors/train",
+                                                                    "--epochs", "2"]}}))
     write_lines(tmp_path / "vectors/train.meta.json", [{"run": {"argv": ["--embedder", "x", "--limit", "9"]}}])
     run_report(tmp_path, "scores")
     text, page = (tmp_path / "scores/report.md").read_text(), page_of(tmp_path)
     assert "| truncate:128 | 512 | 55.00 [50.00, 60.00] | 1.50 |" in text and page.count('class="family first"') == 3 and "text only, 0 bytes" in page
     assert "12.50 [2.00, 20.00]" in text and "3 of 3" in text
     rows = markdown_rows(tmp_path, "Prediction files")
-    assert rows[0][:5] == ["File", "Condition", "Readout", "Seed", "Decoder"] and rows[2][3:5] == ["17", "Qwen/Qwen3-0.6B"] and "torch 2.13.0" in rows[2][9]
+    assert rows[0][:5] == ["File", "Condition", "Readout", "Seed",
+                           "Decoder"] and rows[2][3:5] == ["17", "Qwen/Qwen3-0.6B"] and "torch 2.13.0" in rows[2][9]
     commands = text.split("```bash\n")[1].split("```")[0].splitlines()
-    assert commands[:2] == ["python extract.py --embedder x --limit 9", "python train_decoder.py fit --train-embeddings vectors/train --epochs 2"]
+    assert commands[:2] == ["python extract.py --embedder x --limit 9", "python train_decoder.py fit --train-embeddings vectors/train "
+                            "--epochs 2"]
     assert "python train_decoder.py predict --condition 'a b' > x" in commands and "python evaluate.py --items items/test.jsonl" in text
     (tmp_path / "scores/curve.json").write_text(json.dumps({"points": points, "inputs": {"items": "0" * 64}}))
     assert "other items" in run_report(tmp_path, "scores", status=1)[1]
@@ -454,7 +478,8 @@ def brute(x, y):
     return found
 
 
-@pytest.mark.parametrize("x, y", [([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), ([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]), ([1, 2, 2, 3, 4], [9, 7, 7, 8, 1]), ([5, 1, 3], [1, 2, 3]),
+@pytest.mark.parametrize("x, y", [([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), ([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]),
+                                  ([1, 2, 2, 3, 4], [9, 7, 7, 8, 1]), ([5, 1, 3], [1, 2, 3]),
                                   ([3.5, 1, 2, 9, 4, 7], [2, 2, 1, 8, 3, 3])])
 def test_correlations_against_their_definitions(x, y):
     found = report.correlations(x, y)
@@ -479,12 +504,14 @@ def test_least_tau_is_the_exact_threshold():
 
 def test_order_against_a_benchmark(run, tmp_path):
     with open(tmp_path / "other.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["embedder", "score", "source"], ["CLIP", 30, "x"], ["qwen3-vl-embedding-2b", 70, "x"], ["someone-else", 50, "x"]])
+        csv.writer(file).writerows([["embedder", "score", "source"], ["CLIP", 30, "x"], ["qwen3-vl-embedding-2b", 70, "x"],
+                                    ["someone-else", 50, "x"]])
     run_report(run, "scores", "--out", tmp_path / "out", "--benchmark", tmp_path / "other.csv")
     text = (tmp_path / "out/report.md").read_text()
     assert "| visual-only | 2 | 1.00 | 1.0000 | 1.00 | 1.0000 | 2 models are few: no order of so few can reach p = 0.05. |" in text
     assert "Order of models against other" in text and 'class="chart slope"' in (tmp_path / "out/report.html").read_text()
-    for body, word in (("embedder,points\nclip,1\n", "'score'"), ("embedder,score\nclip,n/a\n", "n/a"), ("embedder,score\n", "none"), ("embedder,score\nclip,1\nCLIP,2\n", "again")):
+    for body, word in (("embedder,points\nclip,1\n", "'score'"), ("embedder,score\nclip,n/a\n", "n/a"), ("embedder,score\n", "none"),
+                       ("embedder,score\nclip,1\nCLIP,2\n", "again")):
         (tmp_path / "bad.csv").write_text(body)
         _, error = run_report(run, "scores", "--out", tmp_path / "out2", "--benchmark", tmp_path / "bad.csv", status=1)
         assert "bad.csv" in error and word in error
@@ -495,7 +522,8 @@ def test_command_line(run):
     script = str(ROOT / "results/report.py")
     done = subprocess.run([sys.executable, "-X", "importtime", script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--benchmark" in done.stdout and "torch" not in done.stderr and "PIL" not in done.stderr
-    done = subprocess.run([sys.executable, script, "scores", "--items", "items/test.jsonl", "--images", "images"], cwd=run, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "scores", "--items", "items/test.jsonl", "--images", "images"], cwd=run,
+                          capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "scores/report.html\n", "")
     assert subprocess.run([sys.executable, script, "--imagess", "x"], capture_output=True).returncode == 2
     done = subprocess.run([sys.executable, script, "nowhere"], cwd=run, capture_output=True, text=True)
@@ -505,7 +533,8 @@ def test_command_line(run):
 def test_works_alone(run, tmp_path):
     """Copied alone into an empty folder, the script writes the same page but for the published figures, whose file is not there."""
     shutil.copy(ROOT / "results/report.py", tmp_path)
-    done = subprocess.run([sys.executable, "report.py", run / "scores", "--root", run, "--out", "out"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "report.py", run / "scores", "--root", run, "--out", "out"], cwd=tmp_path, capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "out/report.md").read_text()
     assert "Joint, by 38.3 points" in text and "(paper)" not in text
@@ -517,11 +546,13 @@ def test_paper_json_holds_what_is_published_and_nothing_else():
     known = {(row["embedder"], row["mode"]): row["score"] for row in paper["rows"] if row["score"] is not None}
     assert sorted(known.values()) == [28.25, 33.21, 65.56, 84.30] and known["Qwen3-VL-Embedding-8B", "vl_joint"] == 65.56
     assert all(row["source"] for row in paper["rows"]) and all(row[name] is None for row in paper["rows"] for name in DOMAINS)
-    assert {row["embedder"] for row in paper["rows"]} >= {"CLIP", "SigLIP", "Qwen3-VL-Embedding-2B", "Qwen3-VL-Embedding-8B", "VLM2Vec-V2", "UME-R1", "Embed-RL"}
+    assert {row["embedder"] for row in paper["rows"]} >= {"CLIP", "SigLIP", "Qwen3-VL-Embedding-2B", "Qwen3-VL-Embedding-8B", "VLM2Vec-V2",
+                                                          "UME-R1", "Embed-RL"}
 
 
 def printed(*words, **settings):
-    done = subprocess.run(["bash", "data/paper.sh", *words], cwd=ROOT, env=os.environ | {"PRINT": "1"} | settings, capture_output=True, text=True)
+    done = subprocess.run(["bash", "data/paper.sh", *words], cwd=ROOT, env=os.environ | {"PRINT": "1"} | settings, capture_output=True,
+                          text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -572,14 +603,16 @@ def test_paper_script_refuses_and_takes_settings():
 def test_paper_script_stops_at_the_first_failure(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho ran \"$@\"\ncase \"$*\" in *dev.jsonl*) exit 7;; esac\n")
     (tmp_path / "python").chmod(0o755)
-    done = subprocess.run(["bash", "data/paper.sh", "clip", "visual_only"], cwd=ROOT, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    done = subprocess.run(["bash", "data/paper.sh", "clip", "visual_only"], cwd=ROOT,
+                          env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
                           capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout.count("ran ") == 4 and "train_decoder.py" not in done.stdout
 
 
 # ---------------------------------------------------------------- the page in a real browser, over the DevTools pipe (no package needed)
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync "
+FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
+         "--disable-sync "
          "--disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe").split()
 
 
@@ -639,7 +672,8 @@ class Browser:
 
     def click(self, expression):
         """A real click of the mouse in the middle of the element that the expression names."""
-        x, y = self.value(f"(() => {{ const e = {expression}; e.scrollIntoView({{block: 'center', inline: 'center'}}); const b = e.getBoundingClientRect(); "
+        x, y = self.value(f"(() => {{ const e = {expression}; e.scrollIntoView({{block: 'center', inline: 'center'}}); const b = "
+                          f"e.getBoundingClientRect(); "
                           "return [b.x + b.width / 2, b.y + b.height / 2]; })()")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -740,8 +774,10 @@ def test_filters_work_by_clicking(browser, run):
 
 def test_right_and_wrong_differ_in_shape_too(browser, run):
     browser.open(run / "scores/report.html", 1280)
-    marks = browser.value("[...document.querySelectorAll('.said svg')].map(one => [one.firstChild.getAttribute('href'), one.getAttribute('aria-label'), one.getBoundingClientRect().width])")
-    assert {(shape, word) for shape, word, _ in marks} >= {("#right", "right"), ("#wrong", "wrong")} and all(width > 10 for _, _, width in marks)
+    marks = browser.value("[...document.querySelectorAll('.said svg')].map(one => [one.firstChild.getAttribute('href'), "
+                          "one.getAttribute('aria-label'), one.getBoundingClientRect().width])")
+    assert {(shape, word) for shape, word,
+            _ in marks} >= {("#right", "right"), ("#wrong", "wrong")} and all(width > 10 for _, _, width in marks)
     colours = browser.value("['.s.right', '.s.wrong'].map(one => getComputedStyle(document.querySelector('.said ' + one)).color)")
     assert colours[0] != colours[1]
 
@@ -755,7 +791,8 @@ def test_long_names_do_not_stick_out_on_a_phone(browser, bombed):
 def test_planted_script_does_not_run(browser, bombed):
     browser.open(bombed / "scores/report.html", 1280)
     assert browser.value("typeof window.bad") == "undefined" and browser.value(CARDS) == 12
-    assert browser.value("document.querySelectorAll('.example script, .example b b, .example img').length") == browser.value("document.querySelectorAll('.thumb img').length")
+    assert browser.value("document.querySelectorAll('.example script, .example b b, .example "
+                         "img').length") == browser.value("document.querySelectorAll('.thumb img').length")
     assert browser.value("document.querySelector('.question').textContent").count("</script>") == 2
     assert BOMB in browser.value("[...document.querySelectorAll('.said bdi')].map(one => one.textContent).join()")
     assert BOMB in browser.value("document.querySelector('h1').textContent")

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE = 128
-SPLITS = {"train": 3000, "dev": 180, "test": 180}  # pictures; a third per domain
+SPLITS = {"train": 2400, "dev": 180, "test": 180}  # pictures; a third per domain
 QUESTIONS = {"train": 3, "dev": 2, "test": 2}       # questions a picture
 COLOURS = {"red": (205, 40, 40), "green": (40, 150, 60), "blue": (45, 80, 210), "yellow": (235, 205, 40), "purple": (140, 50, 170), "orange": (240, 130, 30)}
 SHAPES = ("circle", "square", "triangle", "star", "cross")
