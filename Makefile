@@ -28,12 +28,15 @@ demo-controls: $(VENV)/ready
 demo-curve: $(VENV)/ready
 	PATH="$(BIN):$$PATH" bash data/demo/curve.sh
 
-paper: $(VENV)/ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r data/requirements.txt
+$(VENV)/data-ready: $(VENV)/ready data/requirements.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -r data/requirements.txt
+	touch $@
+
+paper: $(VENV)/data-ready
 	PATH="$(BIN):$$PATH" bash data/paper.sh "$(EMBEDDER)" "$(MODE)"
 
 demo-clean:
 	rm -rf runs/demo
 
 test: $(VENV)/test-ready
-	$(VENV)/bin/python -m pytest -q test_smoke.py tests
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile test_smoke.py tests
