@@ -159,9 +159,9 @@ def test_demo_again_is_done_at_once(demo):
 
 def test_mismatched_vectors_are_refused(demo, tmp_path):
     """Vectors of another embedder stop `predict`, by name, before it runs."""
-    _, error = run("python", "train_decoder.py", "predict", "--readout", "runs/demo/readouts/joint", "--items", "data/demo/items/test.jsonl",
-                   "--embeddings", "runs/demo/vectors/visual-test", "--out", tmp_path / "x.jsonl", cwd=demo, status=1)
-    assert "vl_joint" in error and "visual_only" in error and not (tmp_path / "x.jsonl").exists()
+    _, error = run("python", "train_decoder.py", "predict", "--readout", "runs/demo/readouts/visual", "--items", "data/demo/items/test.jsonl",
+                   "--embeddings", "runs/demo/vectors/clip-test", "--limit", LIMIT, "--out", tmp_path / "x.jsonl", cwd=demo, status=1)
+    assert "clip" in error and "qwen3-vl-embedding-2b" in error and not (tmp_path / "x.jsonl").exists()
 
 
 # ---------------------------------------------------------------- your own vectors: signal where there is some, none where there is none

@@ -904,7 +904,7 @@ def several_ranks():
 
 
 def limits():
-    for size in (2_000, 60_000):
+    for size in (3_000, 60_000):
         out = f"{here}/full{size}"
         assert wait(fork(*FIT, "3", "--out", out, size=size)) == 1, log()
         assert "cannot write" in log() and "bytes free" in log() and "Traceback" not in log(), log()
