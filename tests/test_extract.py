@@ -813,6 +813,24 @@ def bad_adapter(folders, tmp_path):
     return folder
 
 
+def test_code_in_a_model_folder_is_never_run(extract, data, folders, tmp_path):
+    folder = copy(folders.qwen3, tmp_path / "remote")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M", "AutoProcessor": "evil.P"}}))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('ran')\n")
+    array, _, _ = call(extract, data, "qwen3-vl-embedding-2b", "visual_only", folder, tmp_path / "a")
+    expected, _, _ = call(extract, data, "qwen3-vl-embedding-2b", "visual_only", folders.qwen3, tmp_path / "b")
+    assert np.array_equal(array, expected) and not (tmp_path / "ran").exists()
+
+
+def test_two_at_once_and_a_stale_lock(extract, data, folders, tmp_path, capsys):
+    with extract.locked(str(tmp_path / "o")), pytest.raises(extract.UserError, match="another process is writing it .*pid"):
+        call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "o")
+    (tmp_path / "o.lock").write_text("host gone pid 1\n")
+    call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "o")
+    assert "left by host gone pid 1" in capsys.readouterr().err and not (tmp_path / "o.lock").exists()
+
+
 def test_clip_weights_as_a_safe_bin_file(extract, data, folders, tmp_path):
     import torch
     from safetensors.torch import load_file
