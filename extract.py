@@ -666,7 +666,7 @@ class ImageBatches:
 def normalized_pixels(arrays, processor, device):
     """uint8 (..., 3, H, W) -> float32, times rescale_factor, minus mean, over standard deviation."""
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (processor.image_mean, processor.image_std))
-    return (arrays.to(device).float() * processor.rescale_factor - mean) / std
+    return arrays.to(device).float().mul_(processor.rescale_factor).sub_(mean).div_(std)
 
 
 def patchify(arrays, processor, device):

@@ -120,6 +120,7 @@ def our_loop(folder, workers, device, more=()):
     sys.modules[spec.name] = extract
     spec.loader.exec_module(extract)
     versions = extract.load_libraries()
+    assert extract.transformers.Qwen2VLImageProcessorPil and extract.transformers.Qwen3VLForConditionalGeneration      # imported before the clock runs
     args = extract.parse_args(["--embedder", "qwen3-vl-embedding-2b", "--mode", "vl_joint", "--items", str(folder / "items.jsonl"), "--images",
                                str(folder / "images"), "--model", str(folder / "model"), "--out", str(folder / "ours"), "--workers", str(workers),
                                "--overwrite", *more])
