@@ -1,8 +1,11 @@
-"""How fast is extract.py beside the two loops people write? Not a test: it prints a table and writes nothing but temporary files.
+"""How fast is extract.py beside the two loops people write? Not a test.
 
-    python benchmarks/extract.py --case small        # 200 mixed-size images, a small model, about ten minutes on 2 CPU cores
-    python benchmarks/extract.py --case real         # 6 images of at most 256 pixels, a random-weight model of 2B size (about 9 GB of memory,
-                                                     # 4.3 GB of temporary disk, a quarter of an hour on 2 CPU cores)
+    python benchmarks/extract.py --case small        # 200 mixed-size images, a small model, a minute on 2 CPU cores
+    python benchmarks/extract.py --case real         # 6 images of at most 256 pixels, a random-weight model of 2B size (about 13 GB of memory,
+                                                     # 4.3 GB of temporary disk, five minutes on 2 CPU cores)
+
+READS   nothing: images and weights are made from a seed.
+WRITES  OUT.json and OUT.md (default results/benchmarks/extract-CASE): one row a system, with machine and date.
 
 Three systems, one at a time, each in a process of its own, the same random weights, items and pixel limits, float32 on a CPU, bfloat16 on CUDA:
     single   the way model cards show it: one item at a time, transformers' own image processor, tokenizer and mm_token_type_ids
@@ -12,9 +15,11 @@ Time runs from the first item to the last vector, after the model is loaded; for
 padded tokens; memory is the peak resident size of the process (workers not counted).
 """
 import argparse
+import datetime
 import importlib.util
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -148,8 +153,23 @@ def measure(folder, system, batch_size, workers, device):
     np.save(folder / f"{system}.vectors.npy", vectors)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(json.dumps(dict(system=system, items=len(vectors), seconds=round(seconds, 2), items_per_second=round(len(vectors) / seconds, 3),
-                          padding=round(float(padding), 4), peak_gb=round(peak, 2), threads=torch.get_num_threads(),
+                          padding=round(float(padding), 4), peak_gb=round(peak, 2), threads=torch.get_num_threads(), torch=torch.__version__,
+                          machine=torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}, {os.cpu_count()} cores",
                           cuda_gb=round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None)))
+
+
+def table(facts):
+    """A Markdown table for people."""
+    single, fixed, _ = (run["items_per_second"] for run in facts["results"])
+    first, names = facts["results"][0], {"single": "one item at a time", "fixed": f"batches of {facts['fixed_batch']}", "ours": "extract.py"}
+    lines = [f"# Extraction speed, case `{facts['case']}`", "",
+             f"{facts['date']}, {first['machine']}, {first['threads']} threads, torch {first['torch']}; {first['items']} items; the fastest of "
+             f"{facts['repeats']} runs each; largest cosine distance between the systems' vectors {facts['cosine_distance']:.0e}. "
+             f"`python benchmarks/extract.py --case {facts['case']} --repeats {facts['repeats']}`", "",
+             "| system | items/s | to one at a time | to fixed batches | padding | peak memory |", "|---|---|---|---|---|---|"]
+    lines += [f"| {names[run['system']]} | {run['items_per_second']:.3g} | {run['items_per_second'] / single:.2f}x | "
+              f"{run['items_per_second'] / fixed:.2f}x | {run['padding']:.1%} | {run['peak_gb']:.1f} GB |" for run in facts["results"]]
+    return "\n".join(lines) + "\n"
 
 
 def parse_args(argv=None):
@@ -159,6 +179,7 @@ def parse_args(argv=None):
     parser.add_argument("--workers", type=int, default=1, help="image workers of extract.py (default: 1)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each system, the fastest counts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of images and weights (default: 0)")
+    parser.add_argument("--out", type=Path, help="result files without suffix (default: results/benchmarks/extract-CASE)")
     parser.add_argument("--measure", choices=["single", "fixed", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -187,11 +208,14 @@ def main():
             results.append(max(runs, key=lambda run: run["items_per_second"]))
         vectors = [np.load(folder / f"{system}.vectors.npy") for system in ("single", "fixed", "ours")]
         apart = max(float(1 - (vectors[0] * other).sum(1).min()) for other in vectors[1:])
-    print(f"{'system':8} {'items/s':>9} {'padding':>8} {'peak GB':>8} {'threads':>8}")
-    for run in results:
-        print(f"{run['system']:8} {run['items_per_second']:9.3f} {run['padding']:8.1%} {run['peak_gb']:8.2f} {run['threads']:8}")
-    single, fixed, ours = (run["items_per_second"] for run in results)
-    print(f"ours is {ours / single:.2f} times single, {ours / fixed:.2f} times fixed (batch {size}); largest cosine distance of a vector {apart:.1e}")
+    out = args.out or ROOT / "results" / "benchmarks" / f"extract-{args.case}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    facts = dict(case=args.case, date=str(datetime.date.today()), seed=args.seed, repeats=args.repeats, fixed_batch=size, workers=args.workers,
+                 cosine_distance=apart, results=results)
+    out.with_name(out.name + ".json").write_text(json.dumps(facts, indent=2) + "\n")
+    text = table(facts)
+    out.with_name(out.name + ".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

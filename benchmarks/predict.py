@@ -50,6 +50,7 @@ def make_readout(td, folder, size):
         "tokens": 1,
         "projector": {"kind": "mlp", "dim": size["dim"]},
         "steps": [],
+        "signature": {},
         "template": {"before": td.BEFORE, "between": td.BETWEEN, "after": td.AFTER, "end": td.END},
     }
     td.write_readout(str(folder / "readout"), readout, record)
@@ -208,6 +209,7 @@ def main():
             f"{result['peak_gib']:.1f} GiB | {same} of {size['prompts']} |"
         )
         result["same"] = same
+    lines += ["", "train_decoder.py also measures answer_bits: one more pass over each gold answer, which the other two do not make."]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(out.name + ".json").write_text(
         json.dumps({"size": args.size, "date": str(datetime.date.today()), "results": results}, indent=2) + "\n"
