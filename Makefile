@@ -1,5 +1,6 @@
 # make demo        the benchmark in miniature, start to table (CPU or GPU; sets everything up)
-# make test        all tests
+# make test        all tests but the long attacks
+# make test-hard   the long attacks: 30 kills a script, hostile and huge input, fuzzing
 # make demo-clean  forget the demo's vectors, readouts and predictions
 # make demo-controls, make demo-curve   all controls of the demo; score against bytes per vector (after make demo)
 # make paper EMBEDDER=... MODE=...      one row of the paper's table, from data to report
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: demo demo-clean demo-controls demo-curve paper test
+.PHONY: demo demo-clean demo-controls demo-curve paper test test-hard
 
 $(VENV)/ready: requirements.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -39,4 +40,7 @@ demo-clean:
 	rm -rf runs/demo
 
 test: $(VENV)/test-ready
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile test_smoke.py tests
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder test_smoke.py tests
+
+test-hard: $(VENV)/test-ready
+	KILLS=30 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "hard or kills" test_smoke.py tests

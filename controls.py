@@ -34,6 +34,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 
@@ -54,16 +55,18 @@ RAW_IMAGE_MAX_PIXELS = 1800 * 32 * 32                   # the cap of Qwen3-VL-Em
 COVARIANCE_ROWS = 65536                                 # `noise` estimates its statistics from at most so many training rows
 VECTOR_CONTROLS = ("zero", "shuffled", "shuffled_question", "mean", "noise", "nearest", "question_vector")
 SEEDED = ("shuffled", "shuffled_question", "noise")
-IDENTITY = ("embedder", "mode", "dim", "normalized", "weights_sha256", "prompt", "pooling")  # what `predict` compares with the readout
+IDENTITY = ("embedder", "mode", "dim", "normalized", "weights_sha256", "config_sha256", "prompt", "pooling")  # what `predict` compares
 KEPT_FIELDS = (*IDENTITY, "model", "revision", "pixel_limits", "image_policy", "question_cut", "fuse", "torch_dtype", "items_sha256")
 REPLAYED = (  # settings of the readout under test that text_only is trained with too
     "seed", "epochs", "max_steps", "batch_size", "batch_tokens", "lr_decoder", "warmup", "weight_decay", "clip", "think_block",
     "max_length", "max_answer_tokens", "eval_every", "limit", "dtype")
 BUDGET = r"(truncate:\d+|random:\d+(:\d+)?|int8|binary|none)(\+(truncate:\d+|random:\d+(:\d+)?|int8|binary))*"
+TESTED = {"Python": "3.11.", "torch": "2.", "transformers": "5."}      # another version gets a note, no refusal
 BLANK_GREY = 128                                        # mid grey is about 0 after the Qwen processors' normalisation
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -74,7 +77,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -112,37 +115,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -151,10 +193,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -179,7 +222,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -191,40 +234,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -246,8 +300,8 @@ def read_embeddings(prefix):
     if meta["key"] not in ("image", "id"):
         raise UserError(f"{prefix}.meta.json: expected key to be 'image' or 'id', found {shown(repr(meta['key']))}")
     try:
-        array = np.load(f"{prefix}.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, OverflowError) as error:
+        array = np.lib.format.open_memmap(f"{prefix}.npy", mode="r")    # refuses pickled objects and archives, maps at most the file
+    except Exception as error:                          # a header is read by several parsers, each with errors of its own
         raise UserError(f"{prefix}.npy: expected a .npy array without pickled objects, found {shown(error)}. Extract it again") from None
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
@@ -255,8 +309,8 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
                         "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
-                        f"{array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {shown(meta['dim'])} and {shown(meta['dtype'])} as its sidecar says, found "
+                        f"{array.shape[1]} and {array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -307,6 +361,12 @@ def open_image(folder, name):
     if not path.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{name}: leads out of the images folder {folder}. Put the file inside it")
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("not a regular file")      # a pipe would be waited for without end
+        with Image.open(path) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, which is not run here")
+            image.verify()                              # PNG: the checksum of each piece, which loading alone does not compare
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
@@ -321,8 +381,9 @@ def open_image(folder, name):
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); "
-                        f"{os.path.getsize(path):,} bytes. Replace it, or skip it with --on-error skip where there is one") from None
+        size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
+        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
+                        "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
 
 
@@ -443,7 +504,8 @@ def blank_items(items, folder, out):
 # ---- the machinery: trios, subprocesses, what is finished ----
 def write_jsonl(path, rows):
     """Write a list of objects, one a line, atomically."""
-    write_atomic(path, lambda file: file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows))
+    write_atomic(path, lambda file: file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+                                                    for row in rows))
 
 
 def seed_of(args, condition):
@@ -518,8 +580,14 @@ def finished(args, condition, inputs):
     path = os.path.join(args.out, condition)
     if not all(os.path.exists(path + end) for end in (".jsonl", ".meta.json", ".inputs.json")):
         return False
-    record = read_json(f"{path}.inputs.json")
-    same = record.get("inputs") == inputs and record.get("predictions_sha256") == sha256(f"{path}.jsonl")
+    try:
+        record, _ = read_json(f"{path}.inputs.json"), read_json(f"{path}.meta.json")
+    except UserError as error:
+        print(f"{condition}: made again, because of {error}", file=sys.stderr)
+        return False
+    whole = (isinstance(record.get("commands"), list) and all(isinstance(line, str) for line in record["commands"])
+             and (args.command == "run" or isinstance(record.get("bytes"), (int, float))))
+    same = whole and record.get("inputs") == inputs and record.get("predictions_sha256") == sha256(f"{path}.jsonl")
     print(f"{condition}: {'kept, its inputs are the same' if same else 'its inputs or its file changed, made again'}", file=sys.stderr)
     if same:
         args.commands.extend(line for line in record["commands"] if line not in args.commands)
@@ -532,17 +600,29 @@ def mark_finished(args, condition, inputs, commands, **facts):
     write_json(f"{path}.inputs.json", {"inputs": inputs, "commands": commands, "predictions_sha256": sha256(f"{path}.jsonl"), **facts})
 
 
+def read_failed(path):
+    """The items that extraction skipped, [{id, error}], from a JSONL file; none without a path."""
+    entries = []
+    for number, entry in read_jsonl(path) if path else ():
+        if not isinstance(entry.get("id"), str) or not isinstance(entry.get("error", ""), str):
+            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
+                            f"{shown(repr((entry.get('id'), entry.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
+        entries.append({"id": entry["id"], "error": entry.get("error", "skipped")})
+    return entries
+
+
 def load_vectors(args):
     """Read the inputs. Returns a dict: all `items`; `live`, those not in --failed; their `vectors` (N, D) float32 and `keys`; `meta`."""
     items = read_items(args.items, args.limit)
-    reasons = {entry.get("id"): str(entry.get("error", "skipped")) for _, entry in read_jsonl(args.failed)} if args.failed else {}
+    reasons = {entry["id"]: entry["error"] for entry in read_failed(args.failed)}
     array, keys, meta = read_embeddings(args.embeddings)
     row = {key: number for number, key in enumerate(keys)}
     live = [item for item in items if item["id"] not in reasons]
     wanted = [item[meta["key"]] for item in live]
     if missing := [key for key in wanted if key not in row]:
         raise UserError(f"{args.embeddings}.ids.txt: expected a row for each item, found none for {len(missing)} of {len(live)}, first "
-                        f"{', '.join(shown(key) for key in missing[:3])}. Extract these items, or list the skipped ones with --failed")
+                        f"{', '.join(shown(key) for key in missing[:3])}. Extract these items of "
+                        f"{args.items}, or list the skipped ones with --failed")
     vectors = np.asarray(array[[row[key] for key in wanted]], np.float32)  # (N, D)
     return {"items": items, "live": live, "vectors": vectors, "keys": wanted, "meta": meta, "failed": [
         {"id": item["id"], "error": reasons[item["id"]]} for item in items if item["id"] in reasons]}
@@ -823,6 +903,14 @@ def read_visual_only(args, meta):
     if (found.get("embedder"), found.get("mode")) != (meta["embedder"], "visual_only") or not isinstance(found.get("leak_check"), dict):
         raise UserError(f"{path}: expected a controls.py run of {shown(meta['embedder'])} in visual_only, found "
                         f"{shown(found.get('embedder'))} in {shown(found.get('mode'))}. Check --visual-only-run")
+    number = (int, float, type(None))
+    for column in found["leak_check"].values():
+        for group in column.values() if isinstance(column, dict) else [None]:
+            bounds = group.get("interval") if isinstance(group, dict) else 0
+            if not (isinstance(group, dict) and isinstance(group.get("difference"), number) and (bounds is None or (
+                    isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(bound, (int, float)) for bound in bounds)))):
+                raise UserError(f"{path}: expected a difference and an interval for each source in 'leak_check', found "
+                                f"{shown(repr(group))}. Run controls.py for that folder again")
     return found["leak_check"]
 
 
@@ -854,9 +942,10 @@ def print_table(result):
 
 
 def markdown(header, body):
-    """A Markdown table; control characters and bars in names are made harmless."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(shown(text, 120).replace("|", "\\|") for text in line) + " |" for line in lines) + "\n"
+    """A Markdown table; control characters and markup in names are made harmless."""
+    cell = lambda text: re.sub(r"([|\\`*<]|\](?=[(\[]))", r"\\\1", shown(text, 120))
+    lines = [map(cell, header), ["---"] * len(header), *(map(cell, line) for line in body)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 # ---- the rate curve ----
@@ -877,7 +966,7 @@ def run_curve(args):
     budgets = {"text_only": None, **{budget.replace(":", "-"): budget for budget in args.budgets or default_budgets(meta["dim"])}}
     os.makedirs(args.out, exist_ok=True)
     base, common = base_inputs(args, None), flags_of(vars(args), ["seed", "limit", "dtype"])
-    failed = [line for _, line in read_jsonl(args.failed)] if args.failed else []
+    failed = read_failed(args.failed)
     for condition, budget in budgets.items():
         before, given = len(args.commands), args.text_only_readout if budget is None else None
         plan = (hashes_of_readout(given) if given else fit_plan(args, "--no-embedding", *common) if budget is None else
@@ -931,18 +1020,23 @@ def load_reference(args):
     global torch, transformers                          # imported here because they cost seconds and only raw_image needs them
     import torch
     import transformers
+    for name, version in (("Python", platform.python_version()), ("torch", torch.__version__), ("transformers", transformers.__version__)):
+        if not version.startswith(TESTED[name]):
+            print(f"note: {name} {version} is untested here (tested: {TESTED[name]}x)", file=sys.stderr)
     folder, device = args.reference_model, args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        own = {"trust_remote_code": False}              # never a question on the terminal whether the folder's code may run
+        config = transformers.AutoConfig.from_pretrained(folder, **own)
         model, loading = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            folder, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, **own)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **own)
         by_hand = config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-        processor = (transformers.Qwen2VLImageProcessorPil if by_hand else transformers.AutoProcessor).from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        processor = (transformers.Qwen2VLImageProcessorPil if by_hand else transformers.AutoProcessor).from_pretrained(
+            folder, **({} if by_hand else own))
+    except Exception as error:                          # each of its files has a reader of its own, with errors of its own
         raise UserError(f"{folder}: cannot load this reference model ({shown(error, 300)}). --reference-model takes a hub id, or a local "
-                        "folder with config, safetensors, tokenizer and image processor") from None
+                        "folder with config, safetensors, tokenizer and image processor, and no code of its own") from None
     if bad := [name for name in loading["missing_keys"] if name != "lm_head.weight"] or list(loading["mismatched_keys"]):
         raise UserError(f"{folder}: {len(bad)} weights are missing or misshapen, first {shown(bad[0])}; a half random model is no ceiling")
     model.to(device).eval()
@@ -988,6 +1082,19 @@ def other_encoder(processor):
     return encode
 
 
+def sealed(line):
+    """An answer with its checksum, so that a byte that changes before the run goes on is found."""
+    return {**line, "crc32": zlib.crc32(json.dumps(line).encode())}
+
+
+def checked(text):
+    """The answer in a line that `sealed` made, or None where the line is not as it was written."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+        line = json.loads(text)
+        found = {name: value for name, value in line.items() if name != "crc32"}
+        return found if sealed(found) == line else None
+
+
 def answer_from_images(args, items, inputs):
     """Write OUT/raw_image.jsonl: the reference model reads image and question and answers greedily, one item at a time.
 
@@ -998,9 +1105,11 @@ def answer_from_images(args, items, inputs):
         with open(f"{path}.partial", encoding="utf-8", errors="replace") as file:
             first, *lines = file.read().split("\n")[:-1] or [""]  # what follows the last line end is torn
         if first == header:
-            with contextlib.suppress(ValueError):       # a damaged file is no more than a slower start
-                done = [json.loads(line) for line in lines][: len(items)]
-    write_jsonl(f"{path}.partial", [inputs, *done])
+            for line in lines[: len(items)]:            # answers are in the items' order, so what follows a damaged one is asked again
+                if (found := checked(line)) is None:
+                    break
+                done.append(found)
+    write_jsonl(f"{path}.partial", [inputs, *map(sealed, done)])
     started, model = time.time(), None
     from tqdm import tqdm
     for number in tqdm(range(len(done), len(items)), initial=len(done), total=len(items), desc="raw_image", disable=None, file=sys.stderr):
@@ -1014,8 +1123,8 @@ def answer_from_images(args, items, inputs):
         text = tokenizer.decode(tokens[0, batch["input_ids"].shape[1]:], skip_special_tokens=True)
         done.append({"id": item["id"], "prediction": text, "condition": "raw_image", "answer_bits": None, "answer_tokens": None})
         try:
-            with open(f"{path}.partial", "a", encoding="utf-8") as file:
-                file.write(json.dumps(done[-1], ensure_ascii=False) + "\n")
+            with open(f"{path}.partial", "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(json.dumps(sealed(done[-1]), ensure_ascii=False) + "\n")
         except OSError as error:
             raise cannot_write(f"{path}.partial", error) from error
     write_jsonl(path, done)

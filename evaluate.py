@@ -75,6 +75,7 @@ CONDITIONS = ("matched", "raw_image", "text_only", "text_only_ablated", "zero", 
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -85,7 +86,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -123,37 +124,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -162,10 +202,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -190,7 +231,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -202,40 +243,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -446,8 +498,9 @@ def check_item(item, where):
         raise bad(f"answers of at most {MAX_TEXT:,} characters", max(map(len, item["answers"])))
     if rule_of(item) == "yes_no" and yes_no(item["answers"][0], item) is None:
         raise bad("answers[0] to be yes or no (rule yes_no)", item["answers"][0])
-    if is_choice(item) and len(item.get("options", ())) < 2:
-        raise bad("two texts or more in 'options' (multiple choice)", item.get("options"))
+    if is_choice(item) and not 2 <= len(item.get("options", ())) <= len(string.ascii_uppercase):
+        raise bad("2 to 26 texts in 'options' (multiple choice, letters A to Z)",
+                  f"{len(item['options']):,} options" if item.get("options") else None)
     if is_choice(item) and (wrong := [answer for answer in item["answers"] if gold_choice(answer, item["options"]) is None]):
         raise bad("answers that are the letter or the text of an option", wrong[0])
     if not isinstance(item.get("seen", True), bool):
@@ -539,6 +592,8 @@ def read_predictions(path, items, index, items_hash, partial, notes):
         if text is not None and len(text) > MAX_TEXT:
             raise bad(f"at most {MAX_TEXT:,} characters in 'prediction'", len(text))
         row.condition = row.condition or condition
+        if condition is None:
+            raise bad("a name in 'condition', for example \"matched\"", condition)
         if not condition or not isinstance(condition, str) or condition != row.condition:
             raise bad(f"the file's one condition {shown(repr(row.condition))} in 'condition'", condition)
         if bits is not None and not (type(bits) in (int, float) and -1e-6 <= bits < 1e12):
@@ -666,7 +721,9 @@ class Scorer:
 
     def report(self, row):
         """All groups of one row as a dict for scores.json."""
-        result = {**row.names(), "limit": row.limit, "readout_sha256": row.meta.get("readout_sha256"),
+        vectors = row.meta.get("embeddings") if isinstance(row.meta.get("embeddings"), dict) else {}
+        weights = {name: shown(vectors[name], 1000) if vectors.get(name) else None for name in ("model", "revision")}  # whose vectors they are
+        result = {**row.names(), **weights, "limit": row.limit, "readout_sha256": row.meta.get("readout_sha256"),
                   "overall": self.summary(row, self.everything, "overall")[0]}
         drawn = {}
         for kind, groups in self.groups.items():
@@ -783,7 +840,7 @@ def build_tables(report, paper):
 
 
 def markdown(title, header, rows):
-    cell = lambda text: re.sub(r"([|\\`*<])", r"\\\1", shown(text, 160))
+    cell = lambda text: re.sub(r"([|\\`*<]|\](?=[(\[]))", r"\\\1", shown(text, 160))
     lines = [map(cell, header), ["---"] * len(header), *(map(cell, row) for row in rows)]
     return f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -800,15 +857,17 @@ def print_csv(report, paper):
     fields = ("n", "score", "empty", "empty_credited", "unparsed", "failed", "bound", "missing", "distinct", "chance", "majority", "bits")
     names = ("embedder", "mode", "condition", "file", "limit")
     writer = csv.writer(sys.stdout, lineterminator="\n")
+    plain = lambda text: "'" + text if isinstance(text, str) and text[:1] in tuple("=+-@") else text    # no formula for a spreadsheet
     writer.writerow([*names, "group", "name", "low", "high", *fields])
     for row in report["rows"]:
         groups = [("all", "all", row["overall"]), *((kind, *pair) for kind in report["groups"] for pair in row[f"by_{kind}"].items())]
         for kind, name, group in groups:
-            writer.writerow([*(row[field] for field in names), kind, name, *(group["interval"] or (None, None)),
+            writer.writerow([*(plain(row[field]) for field in names), kind, plain(name), *(group["interval"] or (None, None)),
                              *(group[field] for field in fields)])
     for row in paper.get("rows", []):
         label = [f"{row.get('embedder')} (paper)", row.get("mode"), row.get("condition"), row.get("source") or paper.get("source")]
-        writer.writerow([*(text and shown(text, 160) for text in label), None, "all", "all", None, None, row.get("n"), row.get("score")])
+        writer.writerow([*(text and plain(shown(text, 160)) for text in label), None, "all", "all", None, None, row.get("n"),
+                         row.get("score")])
 
 
 def read_paper(path):
@@ -900,8 +959,10 @@ def main(argv=None):
             facts = {"argv": [shown(word, 1000) for word in (sys.argv[1:] if argv is None else argv)], "numpy": np.__version__,
                      "python": platform.python_version(), "seconds": round(time.time() - started, 1),
                      "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            write_scores(os.path.join(args.out, "scores.jsonl"), rows, items)
-            write_json(os.path.join(args.out, "scores.json"), {**report, "run": facts})
+            lines = os.path.join(args.out, "scores.jsonl")
+            write_scores(f"{lines}.staged", rows, items)  # both are on disk before either is replaced: a full disk leaves both
+            write_json(os.path.join(args.out, "scores.json"), {**report, "scores_sha256": sha256(f"{lines}.staged"), "run": facts})
+            os.replace(f"{lines}.staged", lines)
     if args.csv:
         return print_csv(report, paper)
     partial, comment = "PARTIAL (--partial: rows may lack items). " if args.partial else "", "% " if args.latex else ""

@@ -118,6 +118,7 @@ POOLING = {"image_embeds": "image_embeds (projected CLS)", "pooler_output": "poo
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -128,7 +129,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -166,37 +167,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -205,10 +245,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -233,7 +274,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -245,40 +286,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -300,8 +352,8 @@ def read_embeddings(prefix):
     if meta["key"] not in ("image", "id"):
         raise UserError(f"{prefix}.meta.json: expected key to be 'image' or 'id', found {shown(repr(meta['key']))}")
     try:
-        array = np.load(f"{prefix}.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, OverflowError) as error:
+        array = np.lib.format.open_memmap(f"{prefix}.npy", mode="r")    # refuses pickled objects and archives, maps at most the file
+    except Exception as error:                          # a header is read by several parsers, each with errors of its own
         raise UserError(f"{prefix}.npy: expected a .npy array without pickled objects, found {shown(error)}. Extract it again") from None
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
@@ -309,8 +361,8 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
                         "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
-                        f"{array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {shown(meta['dim'])} and {shown(meta['dtype'])} as its sidecar says, found "
+                        f"{array.shape[1]} and {array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -361,6 +413,12 @@ def open_image(folder, name):
     if not path.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{name}: leads out of the images folder {folder}. Put the file inside it")
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("not a regular file")      # a pipe would be waited for without end
+        with Image.open(path) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, which is not run here")
+            image.verify()                              # PNG: the checksum of each piece, which loading alone does not compare
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
@@ -375,8 +433,9 @@ def open_image(folder, name):
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); "
-                        f"{os.path.getsize(path):,} bytes. Replace it, or skip it with --on-error skip where there is one") from None
+        size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
+        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
+                        "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
 
 
@@ -428,6 +487,13 @@ def weight_files(folder, missing_ok=False):
 def weights_sha256(folders):
     """One hash for all weight files: what `sha256sum FILES | sha256sum` prints inside the folder (the adapter's files after the base's)."""
     lines = [f"{sha256(os.path.join(folder, name))}  {name}\n" for folder in folders for name in weight_files(folder)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def config_sha256(folders):
+    """The same for the small files that shape a vector too: configuration, tokenizer, preprocessor."""
+    lines = [f"{sha256(os.path.join(folder, name))}  {name}\n" for folder in folders for name in sorted(os.listdir(folder))
+             if name.endswith((".json", ".txt", ".jinja")) and os.path.isfile(os.path.join(folder, name))]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -625,7 +691,7 @@ def image_size(folder, name):
     """(width, height) from the file's header. An unreadable file, or one outside the folder, gives the UserError of open_image."""
     from PIL import Image
     path = os.path.realpath(os.path.join(folder, name))
-    if path.startswith(os.path.join(os.path.realpath(folder), "")):
+    if path.startswith(os.path.join(os.path.realpath(folder), "")) and os.path.isfile(path):    # a pipe would be waited for
         try:
             with Image.open(path) as image:
                 return image.size
@@ -929,7 +995,8 @@ def finish(prefix, settings, keys, failed_lines, kept, shape, run_facts, skip):
         lines = "".join(json.dumps(line) + "\n" for line in failed_lines).encode()
         write_atomic(f"{staged}.failed.jsonl", lambda file: file.write(lines))
     write_json(f"{staged}.meta.json", {**settings, "rows": len(keys), "ids_sha256": sha256(f"{staged}.ids.txt"),
-                                       "array_sha256": sha256(f"{staged}.npy"), "failed_items": len(failed_lines), "run": run_facts})
+                                       "array_sha256": sha256(f"{staged}.npy"), "failed_items": len(failed_lines),
+                                       "failed_sha256": sha256(f"{staged}.failed.jsonl") if skip else None, "run": run_facts})
     for end in ("meta.json", "failed.jsonl"):                     # an earlier result stops counting as finished while its files change
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{prefix}.{end}")
@@ -1045,6 +1112,7 @@ def prepare(args, versions):
         "key": "image" if args.mode == "visual_only" else "id", "dim": width, "normalized": True, "dtype": "float32",
         "model": args.model or recipe.hub, "revision": revision, "adapter": args.adapter or VLM2VEC_ADAPTER if adapter else None,
         "weights_sha256": weights_sha256([folder, adapter] if adapter else [folder]),
+        "config_sha256": config_sha256([folder, adapter] if adapter else [folder]),
         "prompt": template.replace("{instruction}", instruction).replace(
             "{text}", recipe.text(instruction, "{question}" if args.mode == "vl_joint" else None)),
         "pooling": POOLING.get(pool, f"final-norm state at the last {pool}") + ", L2 in float32", "positions": recipe.positions,
@@ -1184,6 +1252,17 @@ def let_go(lock, worker):
                 os.close(number)
 
 
+def read_failed(path):
+    """The lines of a PREFIX.failed.jsonl; none where there is no such file."""
+    lines = []
+    for number, line in read_jsonl(path) if os.path.exists(path) else ():
+        if type(line.get("item")) is not int or not all(isinstance(line.get(name), str) for name in ("id", "image", "error")):
+            raise UserError(f"{path} line {number}: expected item, id, image and error, found {shown(repr(line))}. Extract this "
+                            "shard again")
+        lines.append(line)
+    return lines
+
+
 def merge(args):
     """Join PREFIX.shard-0-of-N ... into PREFIX, rows in item order. Returns the sidecar."""
     parts = []
@@ -1194,8 +1273,19 @@ def merge(args):
         array, keys, meta = read_embeddings(part)
         if not os.path.exists(f"{part}.rows.npy") or sha256(f"{part}.rows.npy") != meta.get("rows_sha256"):
             raise UserError(f"{part}.rows.npy: missing, or its SHA-256 is not the one in the sidecar. Extract this shard again")
-        parts.append((part, array, keys, meta, np.load(f"{part}.rows.npy", allow_pickle=False)))
-    own = {"shard", "rows", "rows_sha256", "ids_sha256", "array_sha256", "failed_items", "run"}
+        if meta.get("failed_sha256") and (not os.path.exists(f"{part}.failed.jsonl")
+                                          or sha256(f"{part}.failed.jsonl") != meta["failed_sha256"]):
+            raise UserError(f"{part}.failed.jsonl: missing, or its SHA-256 is not the one in the sidecar. Extract this shard again")
+        try:
+            rows = np.lib.format.open_memmap(f"{part}.rows.npy", mode="r")
+        except Exception as error:                                # a header is read by several parsers, each with errors of its own
+            raise UserError(f"{part}.rows.npy: expected row numbers, found {shown(error)}. Extract this shard again") from None
+        if rows.shape != (len(array),) or rows.dtype != np.int64 or type(meta.get("entries")) is not int or meta.get("on_error") not in (
+                "stop", "skip"):
+            raise UserError(f"{part}.rows.npy: expected {len(array)} row numbers, found {rows.dtype} {rows.shape}; or {part}.meta.json "
+                            "lacks 'entries' or 'on_error'. Extract this shard again")
+        parts.append((part, array, keys, meta, rows))
+    own = {"shard", "rows", "rows_sha256", "ids_sha256", "array_sha256", "failed_items", "failed_sha256", "run"}
     settings = {name: value for name, value in parts[0][3].items() if name not in own}
     for part, _, _, meta, _ in parts[1:]:
         differing = sorted(name for name in {*settings, *meta} - own if settings.get(name) != meta.get(name))
@@ -1203,7 +1293,7 @@ def merge(args):
             raise UserError(f"{part}.meta.json: made with other settings than shard 0 ({', '.join(differing[:5])}). Extract it again")
     settings["shard"] = "0/1"
     rows = np.concatenate([part[4] for part in parts])
-    lines = [line for part in parts if os.path.exists(f"{part[0]}.failed.jsonl") for _, line in read_jsonl(f"{part[0]}.failed.jsonl")]
+    lines = [line for part in parts for line in read_failed(f"{part[0]}.failed.jsonl")]
     lines.sort(key=lambda line: line["item"])
     lost = len({line["id" if settings["key"] == "id" else "image"] for line in lines})
     if len(np.unique(rows)) != len(rows) or len(rows) + lost != settings["entries"]:

@@ -42,6 +42,7 @@ import resource
 import shutil
 import sys
 import time
+import zlib
 
 import numpy as np
 from tqdm import tqdm
@@ -50,7 +51,8 @@ from tqdm import tqdm
 # encoded one by one and the user's text with special tokens switched off, so an item can neither close its turn nor move a border.
 BEFORE, BETWEEN, AFTER, END = "<|im_start|>user\n", "\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 THINK = "<think>\n\n</think>\n\n"                       # Qwen3's empty think block, for --think-block
-IDENTITY = ("embedder", "mode", "dim", "normalized", "weights_sha256", "prompt", "pooling")   # what a vector must share with its readout
+# what a vector must share with its readout
+IDENTITY = ("embedder", "mode", "dim", "normalized", "weights_sha256", "config_sha256", "prompt", "pooling")
 POOL = 16                                               # batches whose items are sorted by length together; more = less padding
 LOGITS_AT_ONCE = 1 << 27                                # largest piece of logits, in numbers: 0.5 GB in float32
 INPUTS = ("train_items", "train_embeddings", "dev_items", "dev_embeddings", "failed", "exclude_ids")     # compared by content, not by path
@@ -64,6 +66,7 @@ TESTED = {"python": "3.11.", "torch": "2.", "transformers": "5.", "numpy": "2."}
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -74,7 +77,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -112,37 +115,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -151,10 +193,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -179,7 +222,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -191,40 +234,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -246,8 +300,8 @@ def read_embeddings(prefix):
     if meta["key"] not in ("image", "id"):
         raise UserError(f"{prefix}.meta.json: expected key to be 'image' or 'id', found {shown(repr(meta['key']))}")
     try:
-        array = np.load(f"{prefix}.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, OverflowError) as error:
+        array = np.lib.format.open_memmap(f"{prefix}.npy", mode="r")    # refuses pickled objects and archives, maps at most the file
+    except Exception as error:                          # a header is read by several parsers, each with errors of its own
         raise UserError(f"{prefix}.npy: expected a .npy array without pickled objects, found {shown(error)}. Extract it again") from None
     if array.ndim != 2 or array.dtype not in (np.float32, np.float16) or not array.flags.c_contiguous or 0 in array.shape:
         raise UserError(f"{prefix}.npy: expected a C-order float32 or float16 array (N, D), found {array.dtype} {array.shape}")
@@ -255,8 +309,8 @@ def read_embeddings(prefix):
         raise UserError(f"{prefix}.npy: expected {array.offset + array.nbytes} bytes, found {os.path.getsize(f'{prefix}.npy')}. "
                         "Extract it again")
     if (array.shape[1], str(array.dtype)) != (meta["dim"], meta["dtype"]):
-        raise UserError(f"{prefix}.npy: expected dim {meta['dim']} and {meta['dtype']} as its sidecar says, found {array.shape[1]} and "
-                        f"{array.dtype}")
+        raise UserError(f"{prefix}.npy: expected dim {shown(meta['dim'])} and {shown(meta['dtype'])} as its sidecar says, found "
+                        f"{array.shape[1]} and {array.dtype}")
     try:
         with open(f"{prefix}.ids.txt", encoding="utf-8", newline="\n") as file:
             keys = file.read().removesuffix("\n").split("\n")
@@ -352,10 +406,23 @@ def read_vectors(prefix, rows):
 
 def read_failed(path):
     """The items that extraction skipped, {id: object}, from a JSONL file with `id` and `error`."""
-    failed = {value.get("id"): value for _, value in read_jsonl(path)} if path else {}
-    if not all(isinstance(key, str) for key in failed):
-        raise UserError(f"{path}: expected a text in 'id' on every line. Use the PREFIX.failed.jsonl that extraction wrote")
+    failed = {}
+    for number, value in read_jsonl(path) if path else ():
+        if not isinstance(value.get("id"), str) or not isinstance(value.get("error", ""), str):
+            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
+                            f"{shown(repr((value.get('id'), value.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
+        failed[value["id"]] = value
     return failed
+
+
+def check_texts(items, path):
+    """Refuse an item whose question or target is not Unicode text: half a surrogate pair, which JSON can spell and no tokenizer reads."""
+    for item in items:
+        try:
+            item["question"].encode(), item["answers"][0].encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{path}: item {shown(item['id'])}: its question or answers[0] is not text: {shown(error)}. Mend the item, or "
+                            "leave it out with --failed") from None
 
 
 def read_excluded(path):
@@ -391,9 +458,10 @@ def encode_text(texts, tokenizer, known):
     if len(known) > 20_000:
         known.clear()
     if new := [text for text in dict.fromkeys(texts) if text not in known]:
-        encoded = tokenizer(new, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)["input_ids"]
-        known |= zip(new, encoded)
         backend, added = tokenizer.backend_tokenizer, list(tokenizer.get_added_vocab())
+        backend.no_truncation(), backend.no_padding()
+        backend.encode_special_tokens = True            # what split_special_tokens sets; the ids alone, which takes half the time
+        known |= {text: code.ids for text, code in zip(new, backend.encode_batch_fast(new, add_special_tokens=False))}
         for text in new:                                # split_special_tokens still finds added tokens that are not special, as <think>
             if any(token in text for token in added):
                 plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
@@ -777,8 +845,13 @@ def check_readout(folder):
     if record.get("format_version") != FORMAT_VERSION or record.get("content_sha256") != content_hash(record):
         raise UserError(f"{path}: expected format version {FORMAT_VERSION} and a content that matches its own hash, found version "
                         f"{shown(record.get('format_version'))} or an edited or damaged file. Fit the readout again")
+    kinds = {"files": dict, "signature": dict, "tokens": int, "template": dict, "steps": list, "projector": (dict, type(None))}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
+        raise UserError(f"{path}: expected what fit writes in {', '.join(wrong)}, found {shown(repr(record.get(wrong[0])))}. Fit the "
+                        "readout again")
     for name, expected in record["files"].items():
-        if not os.path.exists(os.path.join(folder, name)) or sha256(os.path.join(folder, name)) != expected:
+        file = os.path.join(folder, os.path.basename(name))
+        if not os.path.isfile(file) or sha256(file) != expected:
             raise UserError(f"{os.path.join(folder, name)}: missing, or its SHA-256 is not the one in readout.json: the folder is damaged. "
                             "Fit the readout again")
     return record
@@ -788,9 +861,15 @@ def load_projector(folder, record, width):
     """Read projector.safetensors. Returns (projector or None, steps or None) as `make_projector` and `fit_steps` made them."""
     if record["projector"] is None:
         return None, None
-    tensors = safetensors.torch.load_file(os.path.join(folder, "projector.safetensors"))
-    projector = make_projector(record["projector"]["kind"], record["projector"]["dim"], width, record["tokens"])
-    projector.load_state_dict({name.removeprefix("projector."): value for name, value in tensors.items() if name.startswith("projector.")})
+    path = os.path.join(folder, "projector.safetensors")
+    try:
+        tensors = safetensors.torch.load_file(path)
+        projector = make_projector(record["projector"]["kind"], record["projector"]["dim"], width, record["tokens"])
+        projector.load_state_dict({name.removeprefix("projector."): value for name, value in tensors.items()
+                                   if name.startswith("projector.")})
+    except (*LOADING_ERRORS, safetensors.SafetensorError) as error:
+        raise UserError(f"{path}: does not hold the projector that readout.json names ({shown(error, 200)}). Fit the readout again"
+                        ) from None
     steps = [(kind, {name.removeprefix(f"step.{i}."): value.numpy() for name, value in tensors.items() if name.startswith(f"step.{i}.")})
              for i, kind in enumerate(record["steps"])]
     return projector, steps
@@ -862,7 +941,7 @@ def remove_temporary(*patterns):
 def append(path, *lines):
     """Add JSON lines to a file in one write."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -876,10 +955,10 @@ def read_training(args):
     failed, excluded = read_failed(args.failed), read_excluded(args.exclude_ids) if args.exclude_ids else set()
     for split in ("train", "dev"):
         path, prefix, rows = getattr(args, f"{split}_items"), getattr(args, f"{split}_embeddings"), None
-        items = read_items(path, args.limit)
-        for i, item in enumerate(items):                # a third of the memory at a million items
-            items[i] = {"id": item["id"], "image": item["image"], "question": item["question"], "answers": item["answers"][:1]}
+        items = read_items(path, args.limit, lambda item: {      # of what a million items hold, only what training reads
+            "id": item["id"], "image": item["image"], "question": item["question"], "answers": item["answers"][:1]})
         kept = [item for item in items if item["id"] not in failed and item["id"] not in excluded]
+        check_texts(kept, path)
         counts[split] = {"items": len(items), "failed": sum(item["id"] in failed for item in items),
                          "excluded": sum(item["id"] in excluded and item["id"] not in failed for item in items)}
         if not kept:
@@ -1015,7 +1094,7 @@ def prepare_output(args, step, skipped):
         with open(metrics, "rb") as file:               # a line torn by a kill lies after the checkpoint
             whole = file.read().rpartition(b"\n")[0]
         write_atomic(metrics, lambda file: file.write(whole + b"\n" * bool(whole)))
-        lines = [line for _, line in read_jsonl(metrics) if line["step"] <= step]
+        lines = [line for _, line in read_jsonl(metrics) if line.get("step", 0) <= step]
     for path, content in ((metrics, lines), (os.path.join(args.out, "skipped.jsonl"), skipped)):
         write_atomic(path, lambda file: file.write("".join(json.dumps(line) + "\n" for line in content).encode()))
     return metrics
@@ -1207,6 +1286,7 @@ def read_prediction_inputs(args):
         raise UserError(f"{args.readout}: has no soft tokens to drop. Leave --drop-soft-tokens away")
     items, failed = read_items(args.items, args.limit), read_failed(args.failed)
     kept = [item for item in items if item["id"] not in failed]
+    check_texts(kept, args.items)
     shared = {"readout_sha256": record["content_sha256"], "items_sha256": sha256(args.items),
               "failed_sha256": args.failed and sha256(args.failed)}
     shared |= {name: getattr(args, name) for name in ("limit", "max_new_tokens", "batch_size", "batch_tokens", "dtype", "drop_soft_tokens")}
@@ -1221,17 +1301,20 @@ def read_prediction_inputs(args):
                 text = "; ".join(f"{name}: expected {shown(record.get(name), 60)}, found {shown(meta.get(name), 60)}" for name in changed)
                 raise UserError(f"{prefix}.meta.json: not the kind of vectors that {args.readout} was fitted on ({text}). Use vectors of "
                                 "the same embedder and mode, or another readout")
-            output |= {"meta": meta, "condition": meta.get("condition", "matched"), "sources": read_sources(prefix, keys)}
+            output |= {"meta": meta, "condition": meta.get("condition", "matched"), "sources": read_sources(prefix, keys, meta)}
             output["signature"] |= embeddings_hashes(prefix, meta)
             output["signature"]["sources_sha256"] = output["sources"] and sha256(f"{prefix}.source_keys.txt")
         if args.condition:
             output["condition"] = args.condition[i]
+        if not isinstance(output["condition"], str) or not output["condition"] or not output["condition"].isprintable():
+            raise UserError(f"{output['prefix']}.meta.json: expected a name without control characters in 'condition', found "
+                            f"{shown(repr(output['condition']))}. Make the trio again, or name the condition with --condition")
         output["signature"]["condition"] = output["condition"]
         outputs.append(output)
     return record, items, kept, failed, outputs
 
 
-def read_sources(prefix, keys):
+def read_sources(prefix, keys, meta):
     """PREFIX.source_keys.txt of a control trio, where there is one: line i is the key whose vector row i holds."""
     path = f"{prefix}.source_keys.txt"
     if not os.path.exists(path):
@@ -1243,6 +1326,8 @@ def read_sources(prefix, keys):
         raise UserError(f"{path}: expected {len(keys)} lines of UTF-8, found {shown(error)}") from None
     if len(sources) != len(keys):
         raise UserError(f"{path}: expected {len(keys)} lines, one for each row of {prefix}.npy, found {len(sources)}. Make it again")
+    if meta.get("source_keys_sha256") not in (None, sha256(path)):
+        raise UserError(f"{path}: its SHA-256 is not the one in the sidecar, so it was changed since. Make it again")
     return sources
 
 
@@ -1271,8 +1356,8 @@ def finished(output, overwrite):
 
 
 def open_partial(output, overwrite):
-    """Read OUT.partial: a line with the signature, then predictions. Returns {id: prediction}; a torn last line is cut off."""
-    path, content = f"{output['out']}.partial", b""
+    """Read OUT.partial: a line with the signature, then predictions. Returns {id: prediction} of the lines that are as written."""
+    path, content, done, whole = f"{output['out']}.partial", b"", {}, []
     header = (json.dumps({"signature": output["signature"]}) + "\n").encode()
     remove_temporary(glob.escape(output["out"]), glob.escape(path), glob.escape(meta_name(output["out"])))
     if os.path.exists(path):
@@ -1284,8 +1369,23 @@ def open_partial(output, overwrite):
                 raise UserError(f"{path}: unfinished predictions made with other inputs or flags. Run the command of that time, choose "
                                 "another --out, or start again with --overwrite")
             content = b""
-    write_atomic(path, lambda file: file.write(content or header))
-    return {line["id"]: line for number, line in read_jsonl(path) if number > 1}
+    texts = content[len(header):].split(b"\n")[:-1]
+    for text in texts:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):         # damaged: counted below, and answered again
+            line = json.loads(text)
+            del line["crc32"]
+            if json.loads(text) == sealed(line):
+                done[line["id"]] = line
+                whole.append(text + b"\n")
+    if len(whole) < len(texts):
+        log(f"note: {path}: {len(texts) - len(whole)} finished predictions are damaged; their batches are done again")
+    write_atomic(path, lambda file: file.write(header + b"".join(whole)))
+    return done
+
+
+def sealed(line):
+    """A line of OUT.partial: the prediction with its checksum, so that a byte that changes before the run goes on is found."""
+    return line | {"crc32": zlib.crc32(json.dumps(line).encode())}
 
 
 def answer_batch(readout, prompts, answers, vectors, soft_at, stop, max_new_tokens):
@@ -1364,7 +1464,7 @@ def finish(args, record, items, failed, output, done, device, seconds):
     with contextlib.suppress(FileNotFoundError):
         os.remove(meta_name(out))
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-    write_atomic(out, lambda file: file.write(text.encode()))
+    write_atomic(out, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
     bits = [line["answer_bits"] for line in lines if line["answer_bits"] is not None]
     write_json(meta_name(out), {
         "format_version": FORMAT_VERSION, "embedder": record["embedder"], "mode": record["mode"], "condition": output["condition"],
@@ -1399,7 +1499,7 @@ def predict_outputs(args, record, items, kept, failed, outputs):
         for index in batches:
             if not all(examples.ids[i] in done for i in index):     # whole batches only: a resumed run then computes the same sums
                 lines = predict_batch(args, readout, examples, kept, index, output, stop)
-                append(f"{output['out']}.partial", *lines)
+                append(f"{output['out']}.partial", *map(sealed, lines))
                 done |= {line["id"]: line for line in lines}
             bar.update(len(index))
         bar.close()

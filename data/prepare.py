@@ -54,6 +54,7 @@ COARSE_COLOUR = 24.0   # and of any colour channel of an 8 x 8 grid (copies up t
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -64,7 +65,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -102,37 +103,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -141,10 +181,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -169,7 +210,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -181,40 +222,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -233,6 +285,12 @@ def open_image(folder, name):
     if not path.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{name}: leads out of the images folder {folder}. Put the file inside it")
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("not a regular file")      # a pipe would be waited for without end
+        with Image.open(path) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, which is not run here")
+            image.verify()                              # PNG: the checksum of each piece, which loading alone does not compare
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
@@ -247,8 +305,9 @@ def open_image(folder, name):
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); "
-                        f"{os.path.getsize(path):,} bytes. Replace it, or skip it with --on-error skip where there is one") from None
+        size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
+        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
+                        "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
 
 
@@ -271,6 +330,12 @@ def texts(row, column):
     if not values:
         raise Drop(f"no text in '{column}'")
     return list(dict.fromkeys(values))
+
+
+def option_lines(question, mark):
+    """[(letter, text)] of the lines that begin with an option's mark. In steps, because one pattern takes hours on a megabyte of blanks."""
+    lines = (line.strip(" \t") for line in question.split("\n"))
+    return [(match[1], line[match.end():].lstrip(" \t")) for line in lines if (match := re.match(mark, line)) and match.end() < len(line)]
 
 
 def mme(row, index):
@@ -297,7 +362,7 @@ def realworldqa(row, index):
     question, answer = text(row, "question"), text(row, "answer")
     item = {"source_id": str(index), "question": question, "answers": [answer]}
     if REALWORLDQA_LETTER in question:
-        lines = re.findall(r"^[ \t]*([A-Z])[.)][ \t]*(.+?)[ \t]*$", question, re.M)
+        lines = option_lines(question, r"([A-Z])[.)]")
         letters = "".join(letter for letter, _ in lines)
         if len(lines) < 2 or letters != "ABCDEFGHIJ"[:len(lines)] or answer.strip(".") not in letters:
             raise Drop("option lines and answer do not fit together")
@@ -484,6 +549,8 @@ def write_image(folder, data, decode):
     from PIL import Image
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, which is not run here")
             extension = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}.get(image.format, image.format.lower())
             if decode:
                 image.draft("L", (64, 64))              # JPEG: every bit is still read, but only an eighth of the pixels is computed
@@ -493,7 +560,7 @@ def write_image(folder, data, decode):
     digest = hashlib.sha256(data).hexdigest()
     name = f"{digest[:2]}/{digest}.{extension}"
     path = os.path.join(folder, name)
-    if not (os.path.exists(path) and os.path.getsize(path) == len(data)):  # no fsync for each of 700,000 files: the size shows a torn one
+    if not (os.path.exists(path) and os.path.getsize(path) == len(data) and sha256(path) == digest):   # no fsync for 700,000 files, so look
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
@@ -564,13 +631,17 @@ def read_membership(entries, args):
         elif path.endswith(".jsonl"):
             rows = (row for _, row in read_jsonl(path))
         elif path.endswith((".csv", ".tsv")):
-            with open(path, newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file, delimiter="\t" if path.endswith(".tsv") else ","))
+            try:
+                with open(path, newline="", encoding="utf-8-sig") as file:
+                    rows = list(csv.DictReader(file, delimiter="\t" if path.endswith(".tsv") else ","))
+            except (OSError, ValueError, csv.Error) as error:
+                raise UserError(f"{path}: expected a table in UTF-8, found {shown(error)}. Save the list again") from None
         else:
             raise UserError(f"{path}: expected a membership list that ends in .jsonl, .csv, .tsv or .parquet")
         for number, row in enumerate(rows, 1):
             if missing := [column for column in columns if row.get(column) is None]:
-                raise UserError(f"{path} row {number}: missing {', '.join(missing)}; found {', '.join(map(str, row))}. Name the columns "
+                raise UserError(f"{path} row {number}: missing {', '.join(missing)}; found {shown(', '.join(map(str, row)))}. Name the "
+                                "columns "
                                 "with --official-source-column, --official-id-column, --official-split-column, or give dev=FILE test=FILE")
             source = names.get(re.sub(r"\W|_", "", str(row[columns[0]]).lower()))
             part = split or str(row[columns[2]]).lower()
@@ -732,8 +803,9 @@ def finished(out, options, names, overwrite):
                             "--out, or give --overwrite")
         return False
     manifest = read_json(path)
-    same = manifest.get("options") == options
-    whole = all(os.path.isfile(os.path.join(out, n)) and sha256(os.path.join(out, n)) == manifest.get("sha256", {}).get(n) for n in names)
+    same, hashes = manifest.get("options") == options, manifest.get("sha256")
+    whole = isinstance(hashes, dict) and all(
+        os.path.isfile(os.path.join(out, n)) and sha256(os.path.join(out, n)) == hashes.get(n) for n in names)
     if same and whole and not overwrite:
         print(f"{out}: already there, made by the same options", file=sys.stderr)
         print(json.dumps({"out": out, "already_there": True, "sha256": manifest["sha256"]}))
@@ -757,6 +829,13 @@ def work_folder(out, options):
     return work
 
 
+def check_kept(path, digest):
+    """Stop where a work file that an interrupted run left is not as it was written."""
+    if not os.path.exists(path) or sha256(path) != digest:
+        raise UserError(f"{path}: missing, or its SHA-256 is not the one noted when it was written, so it was damaged. Remove "
+                        f"{os.path.dirname(path)} and run the same command again")
+
+
 def file_sizes(found):
     """{file name: bytes} of a located source."""
     return {os.path.basename(path): size for path, size in found["files"]}
@@ -770,7 +849,8 @@ def counts(items):
 
 def write_lines(path, lines):
     """Write lines of JSON atomically; returns the file's SHA-256."""
-    write_atomic(path, lambda file: file.writelines((json.dumps(line, ensure_ascii=False) + "\n").encode() for line in lines))
+    write_atomic(path, lambda file: file.writelines((json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+                                                    for line in lines))
     return sha256(path)
 
 
@@ -812,10 +892,16 @@ def geb(args):
             if not members:                             # a mixed order, so that --limit sees every source
                 items.sort(key=lambda item: draw(args.seed, "order", item["id"]))
             for name in dict.fromkeys(item["image"] for item in items):
-                path = os.path.join(args.out, "images", name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                shutil.copyfile(os.path.join(staged, name), path + ".tmp")
-                os.replace(path + ".tmp", path)
+                path, source = os.path.join(args.out, "images", name), os.path.join(staged, name)
+                if not os.path.exists(source) or sha256(source) != os.path.splitext(os.path.basename(name))[0]:
+                    raise UserError(f"{source}: missing, or its bytes are not those that its name says. Remove {work} and run the same "
+                                    "command again")
+                try:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    shutil.copyfile(source, path + ".tmp")
+                    os.replace(path + ".tmp", path)
+                except OSError as error:
+                    raise cannot_write(path, error) from error
             digests[f"{split}.jsonl"] = write_lines(os.path.join(args.out, f"{split}.jsonl"), items)
         sources = {name: {"repository": found[name]["repository"], "revision": found[name]["revision"], "licence": spec["licence"],
                           "files": file_sizes(found[name]), "rows": lists[name]["rows"], "dropped": lists[name]["dropped"],
@@ -851,9 +937,11 @@ def turns_of(conversations):
         raise Drop("turns are not human and gpt by turns")
     if any(not isinstance(turn.get("value"), str) for turn in conversations):
         raise Drop("a turn without text")
+    if any("\ud800" <= character <= "\udfff" for turn in conversations for character in set(turn["value"])):
+        raise Drop("half a surrogate pair, which is no text")
     if sum(turn["value"].count("<image>") for turn in conversations) > 1:
         raise Drop("more than one image")
-    said = [re.sub(r"\s*<image>\s*", "\n", turn["value"]).strip() for turn in conversations]
+    said = ["\n".join(part.strip() for part in turn["value"].split("<image>")).strip() for turn in conversations]
     return list(zip(said[::2], said[1::2]))
 
 
@@ -903,6 +991,9 @@ def json_array(path, size=1 << 20):
                     return
                 try:
                     value, place = decoder.raw_decode(buffer, place)
+                except RecursionError:
+                    raise UserError(f"{path}: an object that begins {shown(buffer[place:place + 60])} has too many levels. Download the "
+                                    "file again") from None
                 except ValueError:
                     more = file.read(size)
                     if not more or len(buffer) - place > 64 * size:  # no conversation is that long: the text is damaged, not unfinished
@@ -981,8 +1072,10 @@ def raw_images(found, work, folder):
         if not left:
             break
         done = os.path.join(work, f"{len(place)}-{os.path.basename(source)}.map.jsonl")
-        if not os.path.exists(done):                    # one archive is the unit of restarting; images written before are found again
-            write_lines(done, unpack(source, left, folder) if source in archives else copy_loose(sorted(left), source, folder))
+        if not os.path.exists(f"{done}.json"):          # one archive is the unit of restarting; images written before are found again
+            write_json(f"{done}.json", {"sha256": write_lines(done, unpack(source, left, folder) if source in archives else
+                                                              copy_loose(sorted(left), source, folder))})
+        check_kept(done, read_json(f"{done}.json")["sha256"])
         for _, line in read_jsonl(done):
             place[line["name"]] = line.get("image")
         print(f"{os.path.basename(source)}: {len(place):,} of {len(wanted):,} images so far", file=sys.stderr)
@@ -1022,9 +1115,10 @@ def scan_parquet(spec, files, args, work, folder):
                         if args.limit and kept + part["kept"] >= args.limit:
                             return
 
-            write_lines(os.path.join(work, f"{shard:05d}.jsonl"), lines())
-            write_json(state, part)
+            digest = write_lines(os.path.join(work, f"{shard:05d}.jsonl"), lines())
+            write_json(state, part | {"sha256": digest})
         part = read_json(state)
+        check_kept(os.path.join(work, f"{shard:05d}.jsonl"), part["sha256"])
         total, kept = total + part["rows"], kept + part["kept"]
         dropped.update(part["dropped"])
         print(f"{os.path.basename(path)}: {kept:,} items so far, shard {shard + 1} of {len(files)}", file=sys.stderr)
@@ -1099,8 +1193,10 @@ def train(args):
                                 f"{len(tables)} ({', '.join(map(os.path.basename, tables))})")
             state = os.path.join(work, "raw.json")
             if not os.path.exists(state):
-                write_json(state, scan_raw(specs[form], tables[0], args, work))
+                counted = scan_raw(specs[form], tables[0], args, work)
+                write_json(state, counted | {"sha256": sha256(os.path.join(work, "raw.jsonl"))})
             result, parts = read_json(state), [os.path.join(work, "raw.jsonl")]
+            check_kept(parts[0], result["sha256"])
             place = raw_images(found, work, folder)
         else:
             result = scan_parquet(specs[form], found["files"], args, work, folder)
@@ -1157,7 +1253,7 @@ def faults(item):
             out.append("options are empty, equal or too few or many")
         if rule == "choice" and not (answers[0].strip() in options or (len(answers[0].strip()) == 1 and answers[0].strip() in letters)):
             out.append("the answer is neither a letter of the options nor an option")
-        lines = dict(re.findall(r"^[ \t]*\(?([A-Z])[.):][ \t]*(.+?)[ \t]*$", item["question"], re.M))
+        lines = dict(option_lines(item["question"], r"\(?([A-Z])[.):]"))
         if set(lines) == set(letters) and [lines[letter] for letter in letters] != [option.strip() for option in options]:
             out.append("the question's option lines are not 'options' in letter order")
     return out
@@ -1168,7 +1264,7 @@ def read_for_check(path, limit=20):
     rows, kinds, shown_faults, seen = [], collections.Counter(), [], set()
     for number, item in read_jsonl(path):
         found = faults(item)
-        if item.get("id") in seen and isinstance(item.get("id"), str):
+        if isinstance(item.get("id"), str) and item["id"] in seen:
             found.append("'id' occurs twice")
         for fault in found:
             kinds[fault] += 1
@@ -1216,9 +1312,12 @@ def check(args):
             raise UserError(f"{images}: not a folder. Give the folder that the items' image paths are relative to")
         rows, found, texts_of = read_for_check(items)
         good, bad = examine_all(images, list(dict.fromkeys(image for _, image in rows)), args.workers, os.path.basename(items))
+        changed = [f"{name}: its bytes are not those that its name says (SHA-256)" for name, digest, _, _ in good
+                   if re.fullmatch("[0-9a-f]{64}", stem := os.path.splitext(os.path.basename(name))[0]) and stem != digest]
         files.append((rows, good))
         kinds += found + collections.Counter({"missing or unreadable image": len(bad)} if bad else {})
-        messages += texts_of + [f"{items}: {message}" for message in bad[:20]]
+        kinds += collections.Counter({"image that is not the one its name says": len(changed)} if changed else {})
+        messages += texts_of + [f"{items}: {message}" for message in [*bad, *changed][:20]]
     for message in messages[:40]:
         print(message, file=sys.stderr)
     if kinds:

@@ -51,6 +51,8 @@ CONDITION_MEANS = {
     "nearest": "the vector of the most similar other image", "question_vector": "the question embedded with a blank image",
     "raw_image": "a model that sees the image itself: the ceiling, not a control"}
 MODES = {"visual_only": "visual-only", "vl_joint": "joint"}
+RULES = {"relaxed": "a number counts within 5%", "anls": "part marks by edit distance", "vqa": "marks by agreement of ten people"}
+RULE_OF = {"ChartQA": "relaxed", "DocVQA": "anls", "InfographicVQA": "anls", "TextVQA": "vqa"}    # rules that a tick does not explain
 EMBEDDERS = {"clip": "CLIP", "siglip": "SigLIP", "qwen3-vl-embedding-2b": "Qwen3-VL-Embedding-2B",
              "qwen3-vl-embedding-8b": "Qwen3-VL-Embedding-8B",
              "vlm2vec-v2": "VLM2Vec-V2", "ume-r1-2b": "UME-R1-2B", "ume-r1-7b": "UME-R1-7B", "embed-rl-2b": "Embed-RL-2B",
@@ -62,6 +64,7 @@ RANDOM_ORDERS = 100_000
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
+MAX_LINE, MAX_LEVELS = 1 << 24, 100                     # bytes of one line of JSONL, levels of JSON: what goes beyond is no file of ours
 METRICS = ("yes_no", "choice", "realworldqa", "vqa", "ocrbench", "relaxed", "anls", "exact")
 SOURCES = ("MME", "CV-Bench", "RealWorldQA", "TextVQA", "OCRBench", "ChartQA", "DocVQA", "InfographicVQA")
 
@@ -72,7 +75,7 @@ class UserError(Exception):
 
 def shown(text, width=80):
     """Text from data made safe for a terminal or a table: control characters escaped, long text cut."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)[:width + 1])
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -110,37 +113,76 @@ def cannot_write(path, error):
 
 
 def write_json(path, value):
-    """Write one JSON object, indented, atomically."""
-    write_atomic(path, lambda file: file.write((json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()))
+    """Write one JSON object, indented, atomically, with the hash of its own content, so that a byte that changes later is found."""
+    value = {**value, "json_sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
+
+
+def json_parser(finite=True):
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
+    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+    def constant(name):
+        raise ValueError(f"the number {name}, which JSON does not have")
+
+    def whole(text):
+        return int(text) if len(text) < 300 else constant(f"{shown(text, 20)} of {len(text)} digits")
+
+    def real(text):
+        return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
+
+    def once(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = set()
+            again = next(name for name, _ in pairs if name in names or names.add(name))
+            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
+        return value
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+
+    def parse(data):
+        value = decode(data.decode("utf-8"))
+        if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
+            layer, levels = [value], 0
+            while layer := [part for whole in layer if isinstance(whole, (dict, list))
+                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
+                if (levels := levels + 1) > MAX_LEVELS:
+                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+        return value
+    return parse
 
 
 def read_json(path):
-    """Read one JSON object; a missing, torn or non-object file is a UserError that names it."""
+    """Read one JSON object; a missing, torn, non-object or (where it holds its hash) changed file is a UserError that names it."""
     try:
         with open(path, "rb") as file:
-            value = json.loads(file.read().decode("utf-8"))
+            value = json_parser()(file.read())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
+    expected = value.pop("json_sha256", None)           # files by other hands have none
+    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+        raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
+                        "Make it again, or take that line out if the edit was meant")
     return value
 
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    def no_constant(name):
-        raise ValueError(f"the number {name}, which JSON does not have")
-    decode = json.JSONDecoder(parse_constant=no_constant).decode
+    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
     try:
         file = open(path, "rb")
     except OSError as error:
         raise UserError(f"{path}: cannot read ({error.strerror})") from None
     with file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path} line {number}: expected at most {MAX_LINE:,} bytes, found more. Mend the file")
             try:
-                value = decode(line.decode("utf-8"))
+                value = parse(line)
             except (ValueError, RecursionError) as error:
                 torn = "" if line.endswith(b"\n") else "; the last line is torn, so the file was cut short: make it again"
                 raise UserError(f"{path} line {number}: expected one JSON object in UTF-8, found {shown(error)}{torn}") from None
@@ -149,10 +191,11 @@ def read_jsonl(path):
             yield number, value
 
 
-def read_items(path, limit=None):
+def read_items(path, limit=None, keep=dict):
     """Read an item file (one JSON object a line: id, image, question, answers, source, domain; optional options, metric, dataset).
 
     Returns a list of dicts, the first `limit` of them. Every field's type is checked, ids are unique, image paths stay inside their folder.
+    `keep` makes of an item what is held in memory.
     """
     items, seen = [], set()
     for number, item in read_jsonl(path):
@@ -177,7 +220,7 @@ def read_items(path, limit=None):
             raise bad(f"'metric' to be one of {', '.join(METRICS)}", item["metric"])
         seen.add(item["id"])
         item |= {field: sys.intern(item[field]) for field in ("source", "domain", "metric") if field in item}
-        items.append({sys.intern(field): value for field, value in item.items()})   # a million items share their field names
+        items.append(keep({sys.intern(field): value for field, value in item.items()}))     # a million items share their field names
         if limit and len(items) >= limit:
             break
     if not items:
@@ -189,40 +232,51 @@ def read_items(path, limit=None):
 def locked(output):
     """Hold OUTPUT.lock while an output is written, so that a second process with the same output stops instead of mixing its files in."""
     import fcntl
-    path = f"{str(output).rstrip('/')}.lock"
+    path, held = f"{str(output).rstrip('/')}.lock", False
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        while True:
-            file = open(path, "a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for it, "
-                                "or choose another output") from None
-            if os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:
-                break
-            file.close()                                # the former holder removed the file between our open and our lock
-        file.seek(0)
-        if holder := file.read().strip():
-            print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    try:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            while not held:
+                file = open(path, "a+", encoding="utf-8", errors="replace")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.seek(0)
+                    raise UserError(f"{output}: another process is writing it ({shown(file.read().strip()) or 'holder unknown'}). Wait for "
+                                    "it, or choose another output") from None
+                held = os.path.exists(path) and os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
+                if not held:
+                    file.close()                        # the former holder removed the file between our open and our lock
+            file.seek(0)
+            if holder := file.read().strip():
+                print(f"note: {path} was left by {shown(holder)}, which no longer runs; taking it over", file=sys.stderr)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"host {platform.node()} pid {os.getpid()}\n".encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
         yield
     finally:
-        os.remove(path)
-        file.close()
+        if held:
+            os.remove(path)
+            file.close()
 
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main() or 0)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        status = main() or 0
+        sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
+        sys.exit(status)
+    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+        print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:                            # a refusal of the system that nothing above turned into words
+        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -241,6 +295,12 @@ def open_image(folder, name):
     if not path.startswith(os.path.join(os.path.realpath(folder), "")):
         raise UserError(f"{name}: leads out of the images folder {folder}. Put the file inside it")
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("not a regular file")      # a pipe would be waited for without end
+        with Image.open(path) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, which is not run here")
+            image.verify()                              # PNG: the checksum of each piece, which loading alone does not compare
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
@@ -255,8 +315,9 @@ def open_image(folder, name):
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
-        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); "
-                        f"{os.path.getsize(path):,} bytes. Replace it, or skip it with --on-error skip where there is one") from None
+        size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
+        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
+                        "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
 
 
@@ -276,7 +337,7 @@ body { margin: 0; background: var(--bg); color: var(--ink);
 header, main { max-width: 1180px; margin: 0 auto; padding: 0 20px; }
 header { padding-top: 36px; padding-bottom: 8px; }
 h1 { font-size: clamp(1.5rem, 1.1rem + 1.6vw, 2.1rem); line-height: 1.2; letter-spacing: -.015em; margin: 0 0 10px; }
-header p { margin: 0; max-width: 68ch; color: var(--soft); }
+header p { margin: 0; max-width: 68ch; color: var(--soft); } header p.note { margin-bottom: .5em; font-weight: 600; color: inherit; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 20px; margin-top: 14px; font-size: .92rem; }
 a { color: var(--joint); text-underline-offset: 3px; }
 h2 { font-size: 1.15rem; line-height: 1.3; margin: 0 0 10px; }
@@ -301,8 +362,8 @@ h3 { font-size: 1rem; margin: 22px 0 8px; }
 .bar.joint { color: var(--joint); } .bar.visual { color: var(--visual); } .bar.flat { color: var(--soft); }
 .grid { font-size: .84rem; margin-bottom: 10px; table-layout: fixed; }
 .grid th, .grid td { padding: 5px 6px 5px 0; min-width: 0; overflow-wrap: anywhere; }
-.grid thead th { white-space: normal; font-size: .7rem; line-height: 1.25; padding-right: 2px; }
-.grid th:first-child { width: 28%; } .grid tbody th { font-weight: 400; min-width: 0; }
+.grid thead th { white-space: normal; font-size: .62rem; line-height: 1.25; padding-right: 0; }
+.grid th:first-child { width: 25%; } .grid tbody th { font-weight: 400; min-width: 0; font-size: .76rem; }
 .grid td, .grid thead th + th { text-align: center; }
 .grid .s { width: 16px; height: 16px; margin: 0; }
 .note { color: var(--soft); font-size: .88rem; margin: 0 0 12px; max-width: 90ch; }
@@ -589,6 +650,92 @@ def nice(table, name):
     return table.get(name) or (f"{table[kind]} {repeat}" if dash and kind in table and table is CONDITION_NAMES else shown(name, 60))
 
 
+def embedder_name(row):
+    """The embedder of a row in words. An embedder's name is that of its recipe, so weights read from a folder, of no hub commit, are marked."""
+    local = row.get("model") and not row.get("revision")
+    return nice(EMBEDDERS, row["embedder"] or "embedder not named") + (" (local)" if local else "")
+
+
+def check_shape(path, value, shape, place=""):
+    """Refuse JSON of another shape than a writer gives it: a type or a tuple of types, a function that says yes, [shape] for a list, and
+    {name: shape} for an object, where "name?" may be missing and None stands for every name."""
+    if isinstance(shape, list) and isinstance(value, list):
+        for number, part in enumerate(value):
+            check_shape(path, part, shape[0], f"{place}[{number}]")
+    elif isinstance(shape, dict) and isinstance(value, dict):
+        for name, part in shape.items():
+            for found in value if name is None else [name.removesuffix("?")]:
+                if found in value or name[-1] != "?":       # `...` is of no kind: a value that is missing is refused
+                    check_shape(path, value.get(found, ...), part, f"{place}.{found}" if place else found)
+    elif not (isinstance(value, shape) if isinstance(shape, (type, tuple)) else not isinstance(shape, (list, dict)) and shape(value)):
+        raise UserError(f"{path}: expected another kind of value in {shown(place) or 'the file'}, found "
+                        f"{'none' if value is ... else shown(repr(value))}: not as the toolkit's own script writes it. Make the file again")
+
+
+def number(value):
+    """Whether a value is a figure that can be printed and drawn, or null."""
+    return value is None or isinstance(value, (int, float)) and abs(value) < 1e12
+
+
+def bounds(value):
+    """Whether a value is an interval [low, high] or null."""
+    return value is None or isinstance(value, list) and len(value) == 2 and None not in value and all(map(number, value))
+
+
+def measured(name):
+    """A group of numbers whose `name` is known wherever its interval is."""
+    return lambda group: bounds(group.get("interval")) and (not group.get("interval") or isinstance(group.get(name), (int, float)))
+
+
+# what evaluate.py and controls.py write, as far as this page reads it
+NUMBER, TEXT = number, (str, type(None))
+COUNTS = {name: lambda value: isinstance(value, int) and 0 <= value < 1e12 for name in ("n", "empty", "unparsed", "failed", "missing")}
+GROUP = COUNTS | {name: NUMBER for name in ("score", "bound", "distinct", "chance", "majority", "bits")} | {"interval": bounds}
+DIFFERENCE = {"n": COUNTS["n"], "difference": NUMBER, "interval": bounds}
+SCORES = {
+    "items": {"file": str, "sha256": str, "n": int, "images": int}, "notes?": [str], "run?": (dict, type(None)),
+    "groups": {"domain": {None: int}, "source": {None: int}, "seen?": {None: int}},
+    "rows": [{"file": str, "embedder": TEXT, "mode": TEXT, "condition": str, "model?": TEXT, "revision?": TEXT, "limit?": NUMBER,
+              "overall": GROUP, "domain_mean": {"score": NUMBER, "interval": bounds}, "by_domain": {None: GROUP},
+              "by_source": {None: GROUP}, "by_seen?": {None: GROUP},
+              "domain_differences?": [{"a": str, "b": str, "difference": NUMBER, "interval": bounds}]}],
+    "pairs": [DIFFERENCE | {"why": str, "a": {"file": str}, "b": {"file": str}, "p": NUMBER, "won": int, "lost": int, "tied": int,
+                            "by_domain": {None: DIFFERENCE}, "usable_information_bits?": {"mean": NUMBER, "interval": bounds}}]}
+CONTROLS_FILE = {"embedder?": TEXT, "mode?": TEXT, "leak_check?": {None: {None: DIFFERENCE}},
+                 "spread?": lambda value: value is None or isinstance(value, dict) and all(
+                     value.get(name) is not None and number(value[name]) for name in ("repeats", "mean", "sd", "low", "high", "separated"))}
+CURVE = {"embedder?": TEXT, "mode?": TEXT, "inputs?": {"items?": TEXT}, "points": [{
+    "budget": str, "family": str, "bytes": lambda value: value == 0 or isinstance(value, (int, float)) and 0.1 <= value < 1e12,
+    "score": NUMBER, "score_interval": bounds, "bits": NUMBER, "bits_interval": bounds, "verdict": str,
+    "difference": lambda value: value is None or isinstance(value, dict) and number(value.get("difference"))
+    and bounds(value.get("interval"))}]}
+PAPER = {"source?": TEXT, "rows?": [{name: TEXT for name in ("embedder?", "mode?", "condition?", "source?", "note?")}
+                                    | {name: NUMBER for name in ("n?", "score?", *(f"{name}?" for name in DOMAINS))}]}
+
+
+def check_scores(path, report):
+    """The demands on scores.json that go beyond the kind of each value."""
+    check_shape(path, report, SCORES)
+    for row in report["rows"]:
+        known = {kind: set(report["groups"].get(kind, {})) for kind in ("domain", "source", "seen")}
+        missing = {f"by_{kind}" for kind, names in known.items() if names - set(row.get(f"by_{kind}", {}))}
+        groups = [row["overall"], row["domain_mean"], *(group for kind in known for group in row.get(f"by_{kind}", {}).values())]
+        if missing or not all(map(measured("score"), groups)) or (row["overall"]["failed"] and row["overall"]["bound"] is None):
+            raise UserError(f"{path}: the row of {shown(row['file'])} lacks {', '.join(sorted(missing)) or 'a score'}. Score again")
+    for pair in report["pairs"]:
+        parts = [pair, *pair["by_domain"].values()]
+        if set(report["groups"]["domain"]) - set(pair["by_domain"]) or not all(map(measured("difference"), parts)):
+            raise UserError(f"{path}: the pair of {shown(pair['a']['file'])} lacks a domain or a difference. Score again")
+
+
+def local_words(vectors):
+    """A sentence on the (local) in names, or "": weights from a folder need not be the published ones whose recipe they are put through."""
+    rows = [vector.row for vector in vectors if vector.row.get("model") and not vector.row.get("revision")]
+    folders = sorted({f"{nice(EMBEDDERS, row['embedder'])} from {shown(row['model'])}" for row in rows})
+    return (f" Names with (local): weights read from a folder ({listed(folders)}); the name says which recipe made the vectors, not that these are the "
+            "published weights.") if folders else ""
+
+
 def read_scores(folder):
     """RUN_DIR/scores.json and scores.jsonl. Returns (report, {file: {id: score or None}})."""
     path = os.path.join(folder, "scores.json")
@@ -601,9 +748,17 @@ def read_scores(folder):
     if wrong or report.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path}: expected a scores.json of evaluate.py, format version {FORMAT_VERSION}, found one "
                         f"{'without ' + ', '.join(wrong) if wrong else 'of version ' + shown(report.get('format_version'))}. Score again")
+    check_scores(path, report)
     name = os.path.join(folder, "scores.jsonl")
-    for _, line in read_jsonl(name):
-        scores.setdefault(line.get("file"), {})[line.get("id")] = line.get("score")
+    if report.get("scores_sha256") is not None and (not os.path.exists(name) or sha256(name) != report["scores_sha256"]):
+        raise UserError(f"{name}: missing, or its SHA-256 is not the one in {path}, so it was changed or is from another run. Score again")
+    for number, line in read_jsonl(name):
+        value = line.get("score")
+        if not (isinstance(line.get("file"), str) and isinstance(line.get("id"), str)
+                and (value is None or isinstance(value, (int, float)) and 0 <= value <= 1)):
+            raise UserError(f"{name} line {number}: expected texts in 'file' and 'id', and a number from 0 to 1 or null in 'score', found "
+                            f"{shown(repr(line))}. Score again")
+        scores.setdefault(line["file"], {})[line["id"]] = value
     for row in report["rows"]:
         expected, found = row["overall"]["n"] + row["overall"]["failed"], len(scores.get(row["file"], ()))
         if expected != found:
@@ -618,7 +773,11 @@ def read_predictions(path, row, scores):
     meta = read_json(name) if os.path.exists(name) else {}
     stale = (meta.get("predictions_sha256") not in (None, sha256(path)) or meta.get("readout_sha256") != row.get("readout_sha256")
              or meta.get("condition", row["condition"]) != row["condition"])
-    texts = {line.get("id"): line.get("prediction") for _, line in read_jsonl(path)}
+    texts = {}
+    for number, line in read_jsonl(path):
+        if not isinstance(line.get("id"), str) or not isinstance(line.get("prediction"), TEXT):
+            raise UserError(f"{path} line {number}: expected texts in 'id' and 'prediction', found {shown(repr(line))}. Predict again")
+        texts[line["id"]] = line.get("prediction")
     if stale or set(scores) - set(texts):
         raise UserError(f"{path}: expected the predictions that were scored, found others (hash, readout, condition or ids differ). Run "
                         "evaluate.py again")
@@ -651,6 +810,7 @@ def read_runs(args):
         folder = os.path.dirname(path)
         if folder not in data["beside"] and os.path.exists(os.path.join(folder, "controls.json")):
             data["beside"][folder] = read_json(os.path.join(folder, "controls.json"))
+            check_shape(os.path.join(folder, "controls.json"), data["beside"][folder], CONTROLS_FILE)
     return data
 
 
@@ -659,7 +819,7 @@ def vectors_of(rows):
     matched, vectors = [row for row in rows if row["condition"] == "matched"], []
     names = [(row["embedder"], row["mode"]) for row in matched]
     for row in matched:
-        name, mode = nice(EMBEDDERS, row["embedder"] or "embedder not named"), nice(MODES, row["mode"] or "mode not named")
+        name, mode = embedder_name(row), nice(MODES, row["mode"] or "mode not named")
         folder, controls = os.path.dirname(row["file"]), {}
         if names.count((row["embedder"], row["mode"])) > 1:
             name += f" ({shown(row['file'], 40)})"
@@ -1020,6 +1180,7 @@ def read_curves(args, data):
         if not isinstance(curve.get("points"), list) or not curve["points"] or any(name not in point for point in curve["points"]
                                                                                    for name in needed):
             raise UserError(f"{path}: expected a curve.json of controls.py curve, with points that have {', '.join(needed)}")
+        check_shape(path, curve, CURVE)
         if curve.get("inputs", {}).get("items") not in (None, data["items"]["sha256"]):
             raise UserError(f"{path}: made from other items (SHA-256 {str(curve['inputs']['items'])[:12]}) than the scores. Leave it out, "
                             "or make it again")
@@ -1036,18 +1197,18 @@ def provenance(args, data):
         vectors = meta.get("embeddings") if isinstance(meta.get("embeddings"), dict) else {}
         readout = read_beside(args, values_after(words, "--readout"), "/readout.json")
         readout = readout if readout.get("content_sha256") == row.get("readout_sha256") else {}     # another one has taken its place
-        fit = [str(word) for word in (readout.get("run") or {}).get("argv", [])]
+        fit = argv_of(readout)
         for flag in ("--train-embeddings", "--dev-embeddings"):
             stages["extract"][command(["extract.py", *argv_of(read_beside(args, values_after(fit, flag), ".meta.json"))])] = True
         stages["extract"][command(["extract.py", *argv_of(vectors)])] = True
         stages["fit"][command(fit)] = True
         stages["predict"][command(words)] = True
         rows.append([shown(row["file"], 120), nice(CONDITION_NAMES, row["condition"]), short(row.get("readout_sha256")),
-                     *(shown((readout.get("arguments") or {}).get(name, "-"), 40) for name in ("seed", "decoder")),
-                     shown(vectors.get("model") or "-", 60), short(vectors.get("weights_sha256")), str(vectors.get("dim") or "-"),
+                     *(shown(inside(readout, "arguments", dict).get(name, "-"), 40) for name in ("seed", "decoder")),
+                     shown(vectors.get("model") or "-", 60), short(vectors.get("weights_sha256")), shown(vectors.get("dim") or "-", 20),
                      shown(meta.get("device") or "-", 20),
-                     shown(", ".join(f"{name} {version}" for name, version in (meta.get("versions") or {}).items()) or "-", 160),
-                     str(meta.get("seconds", "-"))])
+                     shown(", ".join(f"{name} {version}" for name, version in inside(meta, "versions", dict).items()) or "-", 160),
+                     shown(meta.get("seconds", "-"), 20)])
     for folder in data["beside"]:
         path = os.path.join(folder, "commands.sh")
         if os.path.exists(path):
@@ -1074,7 +1235,7 @@ def command(words):
 
 def argv_of(meta):
     """The words after the script's name that a sidecar recorded in run.argv."""
-    return [str(word) for word in (meta.get("run") or {}).get("argv", [])]
+    return [str(word) for word in inside(inside(meta, "run", dict), "argv", list)]
 
 
 def values_after(words, flag):
@@ -1088,8 +1249,21 @@ def read_beside(args, names, ending):
     return read_json(paths[0]) if paths and os.path.exists(paths[0]) else {}
 
 
+def inside(record, name, kind):
+    """The value of a name in a sidecar where it is of this kind, else an empty one: what is not known of a run is not shown."""
+    value = record.get(name)
+    return value if isinstance(value, kind) else kind()
+
+
+def read_paper(path):
+    """Published figures, as evaluate.py --paper reads them."""
+    paper = read_json(path)
+    check_shape(path, paper, PAPER)
+    return paper
+
+
 def short(digest):
-    return digest[:12] if isinstance(digest, str) else "-"
+    return shown(digest[:12]) if isinstance(digest, str) else "-"
 
 
 # ---- order against another benchmark ----
@@ -1170,7 +1344,8 @@ def orders_of(vectors, benchmark):
     for mode in dict.fromkeys(vector.row["mode"] for vector in vectors):
         models = []
         for vector in vectors:
-            match = [row for row in benchmark if row["embedder"].lower() in (str(vector.row["embedder"]).lower(), vector.name.lower())
+            match = [row for row in benchmark if row["embedder"].lower() in (str(vector.row["embedder"]).lower(), nice(EMBEDDERS, vector.row["embedder"]).lower(),
+                                                                                vector.name.lower())
                      and row.get("mode") in (None, "", vector.row["mode"])]
             if vector.row["mode"] == mode and match and vector.row["overall"]["score"] is not None:
                 models.append((vector.name, match[0]["score"], vector.row["overall"]["score"]))
@@ -1208,7 +1383,7 @@ def cell_text(text):
 
 
 def write_markdown(path, page):
-    parts = [f"# {cell_text(page['title'])}", cell_text(page["lede"])]
+    parts = [f"# {cell_text(page['title'])}", *([f"**{cell_text(page['note'])}**"] if page["note"] else []), cell_text(page["lede"])]
     parts += ["\n".join(f"- **{card['question']}** {cell_text(card['answer'])}. {' '.join(map(cell_text, card['lines']))}"
                         for card in page["cards"])]
     parts += [markdown_table(table) for table in page["tables"]]
@@ -1377,7 +1552,7 @@ def example_sets(data, vectors):
                                                                    for row in rows) and all(text == texts[0] for text in texts)
             lines.append({"key": condition, "name": nice(CONDITION_NAMES, condition), "one": one,
                           "cells": [row and place(row) for row in (rows[:1] if one else rows)]})
-        sets.append({"name": nice(EMBEDDERS, name or "embedder not named"), "columns": [vector.mode for vector in mine],
+        sets.append({"name": embedder_name(mine[0].row), "columns": [vector.mode for vector in mine],
                      "lines": [line for line in lines if any(cell is not None for cell in line["cells"])]})
     sets = [chosen for chosen in sets if chosen["lines"] and chosen["lines"][0]["key"] == "matched"]
     return sorted(sets, key=lambda chosen: -len(chosen["columns"])), list(files)  # an embedder with both modes first
@@ -1429,6 +1604,7 @@ def examples_of(args, data, vectors, items, notes):
         tags = [clean(item[key], 40) for key in ("kind", "dataset") if isinstance(item.get(key), str)] + (["answer not in training"]
                                                                                                           if item.get("seen") is False
                                                                                                           else [])
+        tags += [RULES[rule] for rule in [item.get("metric") or RULE_OF.get(item["source"])] if rule in RULES]
         gold = list(dict.fromkeys(clean(text, 120) for text in item["answers"]))
         shown_items.append({"id": clean(item["id"], 80), "image": clean(item["image"], 120), "question": clean(item["question"]),
                             "answers": gold[:6], "more": max(0, len(gold) - 6),
@@ -1548,6 +1724,7 @@ def write_html(path, page, vectors, examples):
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
               f"script-src 'sha256-{digest}'")
+    note = f'<p class="note">{html.escape(clean(page["note"], 1000))}</p>' if page["note"] else ""
     document = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -1560,7 +1737,7 @@ def write_html(path, page, vectors, examples):
 </head>
 <body>
 {SYMBOLS}
-<header><h1>{html.escape(page["title"])}</h1><p>{html.escape(page["lede"])}</p><nav>{links}</nav></header>
+<header><h1>{html.escape(page["title"])}</h1>{note}<p>{html.escape(page["lede"])}</p><nav>{links}</nav></header>
 <main>
 <div class="cards">{"".join(map(card_html, page["cards"]))}</div>
 {"".join(main_tables)}
@@ -1600,6 +1777,7 @@ def parse_args(argv=None):
     parser.add_argument("--curve", nargs="+", metavar="F.json", help="curve.json files of controls.py curve (default: those in RUN_DIR and "
                         "beside the predictions)")
     parser.add_argument("--title", help="title of the page (default: from the first RUN_DIR's name)")
+    parser.add_argument("--note", metavar="TEXT", help="a sentence for the top of the page: what a reader must know before the figures")
     parser.add_argument("--examples", type=whole, default=300, metavar="N", help="most items among the examples, 0: none (default: 300)")
     parser.add_argument("--thumbnail", type=whole, default=224, metavar="PIXELS", help="longest side of a picture (default: 224)")
     parser.add_argument("--max-megabytes", type=float, default=4.0, metavar="MB", help="stop adding pictures at this size (default: 4)")
@@ -1640,7 +1818,7 @@ def tables_of(args, data, vectors, pairs, curves, paper):
                        "A vector that only names familiar answers fails on the unseen ones.", lambda name: f"Answer {name}")))
     for curve in curves:
         table = curve_table(curve)
-        floor = next((point["score"] for point in curve["points"] if not point["bytes"]), 0.0)
+        floor = next((point["score"] for point in curve["points"] if not point["bytes"]), 0.0) or 0.0
         families = [family for family in FAMILIES if any(point["family"] == family for point in curve["points"] if point["bytes"])]
         keys = "".join(f'<li><svg class="family {family}" viewBox="-10 -10 20 20" aria-hidden="true"><path class="dot" '
                        f'd="{FAMILIES[family][0]}"/></svg>'
@@ -1667,7 +1845,8 @@ def report(args):
     items = find_items(args, data) if args.examples else []
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "paper.json")
     paper = args.paper or (beside if os.path.exists(beside) else "none")
-    paper = {} if paper == "none" else read_json(paper)
+    published = "" if paper == "none" else f" Published figures: {shown(os.path.basename(paper))} (SHA-256 {sha256(paper)[:12]})."
+    paper = {} if paper == "none" else read_paper(paper)
     vectors = vectors_of(data["rows"])
     pairs, curves = mode_pairs(data, vectors), read_curves(args, data)
     examples = examples_of(args, data, vectors, items, data["notes"]) if items else None
@@ -1675,29 +1854,31 @@ def report(args):
     files, commands, deviations = provenance(args, data)
     info, run_ = data["items"], data["runs"][0]
     domains = list(data["groups"]["domain"])
-    finished = ((run_["run"] or {}).get("finished") or "")[:10]
+    finished = shown(inside(run_["run"] or {}, "finished", str)[:10])
     page = {"title": args.title or f"What survives in the embedding: {shown(os.path.basename(os.path.abspath(args.run_dirs[0])), 60)}",
             "lede": (f"{info['n']} questions on {info['images']} images" + (f" ({listed(nice(DOMAINS, name) for name in domains)})"
                                                                             if domains else "")
                      + ". A small language model answers each from one vector and the question alone; the more it gets right, the more the "
                      "vector holds."
-                     + (f" Scored {finished}." if finished else "")),
+                     + (f" Scored {finished}." if finished else "") + local_words(vectors)), "note": args.note,
             "cards": [mode_card(pairs, vectors), domain_card(data, pairs, vectors), controls_card(data, vectors)], "domains": domains,
             "tables": [scores, *(table for _, table in middle), files], "middle": middle, "charts": charts, "files": files,
             "commands": commands, "deviations": deviations,
             "foot": (f"Items {info['file']} (SHA-256 {info['sha256'][:12]}). Scoring seed {run_['seed']}, {run_['bootstrap']} resamples "
                      "over images. Each interval and p "
                      "stands alone: none is corrected for the number of comparisons. Intervals cover the choice of test items, not of the "
-                     "training seed.")}
+                     "training seed." + published)}
     out = args.out or args.run_dirs[0]
     try:
         os.makedirs(out, exist_ok=True)
     except OSError as error:
         raise cannot_write(out, error) from error
-    write_markdown(os.path.join(out, "report.md"), page)
-    write_html(os.path.join(out, "report.html"), page, vectors, examples)
+    for write, name, more in ((write_markdown, "report.md", ()), (write_html, "report.html", (vectors, examples))):
+        write(os.path.join(out, f"{name}.staged"), page, *more)     # both are on disk before either is replaced: a full disk leaves both
+    for name in ("report.md", "report.html"):
+        os.replace(os.path.join(out, f"{name}.staged"), os.path.join(out, name))
     for note in data["notes"]:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {shown(note, 1000)}", file=sys.stderr)
     return os.path.join(out, "report.html")
 
 

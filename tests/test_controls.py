@@ -568,7 +568,7 @@ def test_raw_image_answers_greedily_from_the_picture_and_goes_on_where_it_stoppe
     assert found[1]["prediction"] == tokenizer.decode(ids, skip_special_tokens=True)
 
     # killed after the first answer, with a torn second line: only the second is asked again; other inputs start afresh
-    whole, first = Path("o/raw_image.jsonl").read_bytes(), json.dumps({**found[0], "prediction": "kept"})
+    whole, first = Path("o/raw_image.jsonl").read_bytes(), json.dumps(controls.sealed({**found[0], "prediction": "kept"}))
     Path("o/raw_image.jsonl.partial").write_text(json.dumps({"a": 1}) + "\n" + first + "\n" + '{"id": "i1", "pred')
     controls.answer_from_images(args, items, {"a": 1})
     assert [entry["prediction"] for entry in lines("o/raw_image.jsonl")] == ["kept", found[1]["prediction"]]

@@ -552,6 +552,7 @@ def test_sigkill_of_the_real_process_and_workers(data, folders, tmp_path):
     assert trio(tmp_path / "o") == trio(tmp_path / "whole")
 
 
+@pytest.mark.kills
 def test_kills_at_random_moments(extract, data, folders, tmp_path):
     """SIGKILL at moments drawn from a printed seed (KILLS scales it): nothing partial under a final name, and the end has the same bytes."""
     seed = int(os.environ.get("KILL_SEED", 20261130))

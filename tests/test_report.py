@@ -75,7 +75,7 @@ def write_predictions(folder, items_path, items, name, condition, answers):
             "readout_sha256": hashlib.sha256(name.encode()).hexdigest(),
             "items_sha256": sha256(items_path), "limit": None, "command": words, "device": "cpu", "versions": {"torch": "2.13.0"},
             "seconds": 1.5,
-            "embeddings": {"model": f"models/{name}", "dim": 192, "weights_sha256": hashlib.sha256(b"w").hexdigest()},
+            "embeddings": {"model": f"models/{name}", "revision": "0123abcd", "dim": 192, "weights_sha256": hashlib.sha256(b"w").hexdigest()},
             "predictions_sha256": sha256(path)}
     path.with_name(f"{condition}.meta.json").write_text(json.dumps(meta))
 
@@ -179,6 +179,19 @@ def test_main_table_holds_the_scorers_figures(run):
     assert [row[:2] for row in rows[3:4]] == [["no vector", "text only"]], "three copies of one text-only file are one row"
     published = [row for row in rows if row[0].endswith("(paper)")]
     assert [row[3] for row in published] == ["65.56", "33.21", "28.25", "84.30"] and all(row[5:] == ["-"] * 4 for row in published)
+
+
+def test_weights_from_a_folder_are_not_called_the_published_ones(tmp_path):
+    folder = make_run(tmp_path / "run", 12, ("visual",))
+    path = folder / "runs/controls/visual/matched.meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"embeddings": meta["embeddings"] | {"revision": None}}))
+    run_report(score(folder, "runs/controls/*/*.jsonl"), "scores")
+    row = next(row for row in markdown_rows(folder, "Scores") if row[1] == "visual-only")
+    assert row[0] == "Qwen3-VL-Embedding-2B (local)"
+    text = (folder / "scores/report.md").read_text()
+    assert "weights read from a folder (Qwen3-VL-Embedding-2B from models/visual)" in text
+    assert "Qwen3-VL-Embedding-2B (local)" in page_of(folder)
 
 
 def test_unknown_figures_print_as_a_dash(run):
@@ -298,7 +311,7 @@ def bombed(tmp_path_factory):
         VECTORS.clear()
         VECTORS.update(vectors)
     score(folder, "runs/controls/*/*.jsonl")
-    run_report(folder, "scores", "--title", f"T {BOMB}")
+    run_report(folder, "scores", "--title", f"T {BOMB}", "--note", f"N {BOMB}")
     return folder
 
 

@@ -956,10 +956,12 @@ def result_of(attacks, task):
     return attacks[task]
 
 
+@pytest.mark.kills
 def test_killed_fits_end_in_the_same_bytes(attacks):
     assert result_of(attacks, "kill_fit")["killed"] == KILLS
 
 
+@pytest.mark.kills
 def test_killed_predictions_end_in_the_same_bytes(attacks):
     assert result_of(attacks, "kill_predict")["killed"] == KILLS
 

@@ -2,3 +2,4 @@
 set -eux
 python controls.py curve --items data/demo/items/test.jsonl --embeddings runs/demo/vectors/joint-test --train-items data/demo/items/train.jsonl --train-embeddings runs/demo/vectors/joint-train --dev-items data/demo/items/dev.jsonl --dev-embeddings runs/demo/vectors/joint-dev --decoder data/demo/decoder --budgets truncate:8,truncate:16,truncate:32,truncate:64,truncate:128,int8,binary,none --fit-flags "--normalize standardize --epochs 3 --batch-size 64 --lr-projector 2e-3 --lr-decoder 1e-3 --eval-every 100" --out runs/demo/curve
 cp runs/demo/curve/curve.json runs/demo/curve/curve.svg results/demo/
+python results/report.py results/demo --items data/demo/items/test.jsonl --images data/demo/images --note "A scale model on drawn pictures: an embedder of 4.8 million parameters, trained here to answer such questions, in Qwen3-VL-Embedding's layout. Not the published model; the joint lead is by construction."

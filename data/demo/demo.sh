@@ -18,4 +18,4 @@ python controls.py run --readout runs/demo/readouts/joint --items data/demo/item
 python controls.py run --readout runs/demo/readouts/visual --items data/demo/items/test.jsonl --embeddings runs/demo/vectors/visual-test --text-only-readout runs/demo/readouts/text-only --out runs/demo/controls/visual
 python controls.py run --readout runs/demo/readouts/clip --items data/demo/items/test.jsonl --embeddings runs/demo/vectors/clip-test --text-only-readout runs/demo/readouts/text-only --out runs/demo/controls/clip
 python evaluate.py --items data/demo/items/test.jsonl --predictions "runs/demo/controls/*/matched.jsonl" "runs/demo/controls/*/zero.jsonl" "runs/demo/controls/*/shuffled.jsonl" runs/demo/controls/joint/text_only.jsonl --out results/demo
-python results/report.py results/demo --items data/demo/items/test.jsonl --images data/demo/images
+python results/report.py results/demo --items data/demo/items/test.jsonl --images data/demo/images --note "A scale model on drawn pictures: an embedder of 4.8 million parameters, trained here to answer such questions, in Qwen3-VL-Embedding's layout. Not the published model; the joint lead is by construction."
