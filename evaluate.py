@@ -722,7 +722,7 @@ class Scorer:
     def report(self, row):
         """All groups of one row as a dict for scores.json."""
         vectors = row.meta.get("embeddings") if isinstance(row.meta.get("embeddings"), dict) else {}
-        weights = {name: shown(vectors[name], 1000) if vectors.get(name) else None for name in ("model", "revision")}  # whose vectors they are
+        weights = {name: shown(vectors[name], 1000) if vectors.get(name) else None for name in ("model", "revision")}
         result = {**row.names(), **weights, "limit": row.limit, "readout_sha256": row.meta.get("readout_sha256"),
                   "overall": self.summary(row, self.everything, "overall")[0]}
         drawn = {}

@@ -651,7 +651,7 @@ def nice(table, name):
 
 
 def embedder_name(row):
-    """The embedder of a row in words. An embedder's name is that of its recipe, so weights read from a folder, of no hub commit, are marked."""
+    """The embedder of a row in words. Its name is that of a recipe, so weights read from a folder, of no hub commit, are marked."""
     local = row.get("model") and not row.get("revision")
     return nice(EMBEDDERS, row["embedder"] or "embedder not named") + (" (local)" if local else "")
 
@@ -732,8 +732,8 @@ def local_words(vectors):
     """A sentence on the (local) in names, or "": weights from a folder need not be the published ones whose recipe they are put through."""
     rows = [vector.row for vector in vectors if vector.row.get("model") and not vector.row.get("revision")]
     folders = sorted({f"{nice(EMBEDDERS, row['embedder'])} from {shown(row['model'])}" for row in rows})
-    return (f" Names with (local): weights read from a folder ({listed(folders)}); the name says which recipe made the vectors, not that these are the "
-            "published weights.") if folders else ""
+    return (f" Names with (local): weights read from a folder ({listed(folders)}); the name says which recipe made the vectors, not "
+            "that these are the published weights.") if folders else ""
 
 
 def read_scores(folder):
@@ -980,7 +980,10 @@ def controls_card(data, vectors):
     elif supported < len(vectors):
         answer, tone = (f"For {supported} of {len(vectors)} vectors", "mixed") if supported else ("No", "no")
     else:
-        answer, tone = ("Yes, in every domain", "yes") if not weak else ("Yes overall, but not in every domain", "mixed")
+        strong = [mode for mode in dict.fromkeys(vector.mode for vector in vectors)
+                  if not any(entry and entry[0] for vector, groups in zip(vectors, found) if vector.mode == mode for entry in groups.values())]
+        answer, tone = ("Yes, in every domain", "yes") if not weak else (
+            f"Yes overall, in every domain for {listed(strong)} only" if strong else "Yes overall, but not in every domain", "mixed")
     names = ["all", *data["groups"].get("domain", {})]
     rows = [(f"{vector.name} {vector.mode}", [groups.get(name) for name in names]) for vector, groups in zip(vectors, found)]
     if len(vectors) > 6:                                # too long for the top of the page: a line a mode, with counts
@@ -989,10 +992,11 @@ def controls_card(data, vectors):
             mine = [groups for vector, groups in zip(vectors, found) if vector.mode == mode]
             rows.append((mode, [f"{sum(bool(groups.get(name)) and not groups[name][0] for groups in mine)} of {len(mine)}"
                                 for name in names]))
+    tested = ", ".join(dict.fromkeys(nice(CONDITION_NAMES, name.split("-")[0]) for vector in vectors for name in vector.controls))
     grid = ([nice(DOMAINS, name) if name != "all" else "all items" for name in names], rows)
     return {"question": "Do the controls support it?", "answer": answer, "tone": tone, "bars": [], "grid": grid,
-            "lines": ["Supported: matched scores above every control, with the whole 95% interval of the difference.", *lines[:3],
-                      *lines[3:][-1:]]}
+            "lines": [f"Supported: matched scores above every control scored here ({tested or 'none'}), with the whole 95% interval of the "
+                      "difference.", *lines[:3], *lines[3:][-1:]]}
 
 
 # ---- tables, for both outputs ----
@@ -1344,8 +1348,8 @@ def orders_of(vectors, benchmark):
     for mode in dict.fromkeys(vector.row["mode"] for vector in vectors):
         models = []
         for vector in vectors:
-            match = [row for row in benchmark if row["embedder"].lower() in (str(vector.row["embedder"]).lower(), nice(EMBEDDERS, vector.row["embedder"]).lower(),
-                                                                                vector.name.lower())
+            names = {str(vector.row["embedder"]).lower(), nice(EMBEDDERS, vector.row["embedder"]).lower(), vector.name.lower()}
+            match = [row for row in benchmark if row["embedder"].lower() in names
                      and row.get("mode") in (None, "", vector.row["mode"])]
             if vector.row["mode"] == mode and match and vector.row["overall"]["score"] is not None:
                 models.append((vector.name, match[0]["score"], vector.row["overall"]["score"]))

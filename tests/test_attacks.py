@@ -18,6 +18,7 @@ import random
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -229,7 +230,7 @@ def here(world, tmp_path):
 
 # ---- processes: forks that run a script as its command line does, so that numpy is imported once ----
 def mend_threads():
-    """In a fork, before threads start: torch makes its thread pool anew when it is next asked for, and two threads that ask at once crash."""
+    """In a fork, before threads start: torch makes its pool anew when it is next asked for, and two threads that ask at once crash."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
@@ -1302,9 +1303,9 @@ def chain(copy, stop_at=None):
     """The demo's own commands on a few items, one fork each; with `stop_at` seconds the running one is killed then. True if it was."""
     began = time.time()
     for line in (ROOT / "data/demo/demo.sh").read_text().splitlines():
-        words = line.replace('"', "").split()
-        if not line.startswith("python ") or words[1] == "data/demo/render.py":
+        if not line.startswith("python ") or "data/demo/render.py" in line:
             continue                                    # tests/test_demo.py draws the pictures
+        words = shlex.split(line)
         if words[1] in ("extract.py", "controls.py") or "fit" in words:
             words += ["--limit", "12", "--device", "cpu"]
         if "fit" in words:
