@@ -217,11 +217,13 @@ def read_json(path):
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
-    expected = value.pop("json_sha256", None)           # files by other hands have none
-    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+    name = "json_sha256" if "json_sha256" in value else next(reversed(value), "")      # ours end with it; its own name can be damaged too
+    rest = {key: part for key, part in value.items() if key != name}
+    same = value.get(name) == hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+    if same != (name == "json_sha256"):                 # files by other hands have neither
         raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
                         "Make it again, or take that line out if the edit was meant")
-    return value
+    return rest if same else value
 
 
 def read_jsonl(path):
@@ -1154,7 +1156,7 @@ def embed_batches(job, todo, e):
     loader = torch.utils.data.DataLoader(                         # numpy through a pipe, so no shared memory is needed
         ImageBatches(names, job.args.images, functools.partial(prepare_image, job.recipe, job.processor)),
         batch_size=None, num_workers=min(job.args.workers, len(todo)), collate_fn=as_is,
-        worker_init_fn=functools.partial(let_go, f"{prefix}.lock"))
+        worker_init_fn=functools.partial(start_worker, os.getpid(), f"{prefix}.lock"))
     left = sum(map(len, names))
     progress = tqdm(total=len(job.order), initial=len(job.order) - left, desc=job.args.embedder, unit="row", disable=None)
     with open(f"{prefix}.partial.jsonl", "ab", buffering=0) as journal, progress as bar:
@@ -1242,8 +1244,14 @@ def from_workers(loader):
                         "--workers if memory is short") from error
 
 
-def let_go(lock, worker):
-    """In a forked worker: close the lock's file that it inherited, or the lock would outlive a killed run by seconds."""
+def start_worker(parent, lock, worker):
+    """In a forked worker: end with a killed parent, which a worker that waits to hand over its pixels would never notice; and close the
+    lock's file that it inherited, or the lock would outlive the run."""
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, 9)                             # PR_SET_PDEATHSIG, SIGKILL
+        if os.getppid() != parent:                                # it died before that
+            os._exit(1)
     with contextlib.suppress(OSError):
         held = os.stat(lock)
     for number in range(3, 256):

@@ -165,11 +165,13 @@ def read_json(path):
         raise UserError(f"{path}: expected one JSON object in UTF-8, found {shown(error)}. Write the file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected one JSON object, found {type(value).__name__}")
-    expected = value.pop("json_sha256", None)           # files by other hands have none
-    if expected is not None and expected != hashlib.sha256(json.dumps(value).encode()).hexdigest():
+    name = "json_sha256" if "json_sha256" in value else next(reversed(value), "")      # ours end with it; its own name can be damaged too
+    rest = {key: part for key, part in value.items() if key != name}
+    same = value.get(name) == hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+    if same != (name == "json_sha256"):                 # files by other hands have neither
         raise UserError(f"{path}: expected the content that its own 'json_sha256' was computed from, found another: damaged or edited. "
                         "Make it again, or take that line out if the edit was meant")
-    return value
+    return rest if same else value
 
 
 def read_jsonl(path):
@@ -455,7 +457,7 @@ class Examples:
 
 def encode_text(texts, tokenizer, known):
     """Token ids of plain texts; `known` {text: ids} spares repeats. Special tokens in them stay text: `<|im_end|>` there ends nothing."""
-    if len(known) > 20_000:
+    if len(known) > 100_000:
         known.clear()
     if new := [text for text in dict.fromkeys(texts) if text not in known]:
         backend, added = tokenizer.backend_tokenizer, list(tokenizer.get_added_vocab())
@@ -467,7 +469,11 @@ def encode_text(texts, tokenizer, known):
                 plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
                 pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(plain)] if backend.pre_tokenizer else [plain]
                 known[text] = [token.id for piece in pieces for token in backend.model.tokenize(piece)]
-    return [known[text] for text in texts]
+    encoded = [known[text] for text in texts]
+    for text in new:
+        if len(text) > 500:                             # long ones hardly come again and would fill the memory
+            del known[text]
+    return encoded
 
 
 def encode_items(items, tokenizer, template, soft_tokens, prefix=None, rows=None):

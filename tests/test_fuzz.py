@@ -64,9 +64,11 @@ def search(count, strategy, check):
 
 
 # ---- damage ----
-JUNK = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e-320, 10 ** 30, 10 ** 290, "", "x", " x ", "\ud800", "\x1b[31m", "a\nb", "nan", "../x", "/x",
+JUNK = [None, True, False, 0, -1, 1, 1.5, 1e308, -1e-320, 10 ** 30, 10 ** 290, "", "x", " x ", "\ud800", "\x1b[31m", "a\nb", "nan", "../x",
+        "/x",
         [], {}, [[]], [None], [0, 1], ["x"], {"a": 1}, {"": []}, [3, 2, 1], "=1+1", "x" * 300]
-RAW = [b"NaN", b"-Infinity", b"1e999", b"[" * 5000, b"9" * 5000, b'{"a": 1, "a": 2}', b'"\\ud800"', b"\xff", b"\x00", b"\xef\xbb\xbf", b"\r", b"\n"]
+RAW = [b"NaN", b"-Infinity", b"1e999", b"[" * 5000, b"9" * 5000, b'{"a": 1, "a": 2}', b'"\\ud800"', b"\xff", b"\x00", b"\xef\xbb\xbf",
+        b"\r", b"\n"]
 
 
 def places(value, path=()):
@@ -174,7 +176,8 @@ def write_trio(folder, name, keys, **more):
     array = np.random.default_rng(0).standard_normal((len(keys), 4)).astype(np.float32)
     np.save(os.path.join(folder, f"{name}.npy"), array)
     write(folder, f"{name}.ids.txt", raw="".join(f"{key}\n" for key in keys).encode())
-    write(folder, f"{name}.meta.json", {"embedder": "e", "mode": "visual_only", "key": "id", "dim": 4, "normalized": True, "dtype": "float32"} | more)
+    write(folder, f"{name}.meta.json", {"embedder": "e", "mode": "visual_only", "key": "id", "dim": 4, "normalized": True,
+            "dtype": "float32"} | more)
 
 
 def write_run(folder):
@@ -188,7 +191,8 @@ def write_run(folder):
         write(folder, f"{name}.jsonl", *lines)
         write(folder, f"{name}.meta.json", {
             "embedder": mode and "e", "mode": mode, "condition": condition, "items_sha256": ev.sha256(path), "limit": None,
-            "readout_sha256": "ab", "command": ["train_decoder.py", "predict", "--readout", "r"], "versions": {"torch": "2"}, "seconds": 1.0,
+            "readout_sha256": "ab", "command": ["train_decoder.py", "predict", "--readout", "r"], "versions": {"torch": "2"},
+                "seconds": 1.0,
             "embeddings": {"model": "m", "weights_sha256": "cd", "dim": 4, "run": {"argv": ["extract.py"]}}})
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         ev.main(["--items", "items.jsonl", "--predictions", "p/**/*.jsonl", "--out", "scores", "--bootstrap", "100"])
@@ -203,7 +207,8 @@ def write_run(folder):
         {"budget": name, "family": family, "bytes": size, "score": 10.0 + size, "score_interval": [9.0, 20.0], "bits": 0.5,
          "bits_interval": None, "difference": {"n": 8, "difference": 1.0, "interval": None} if size else None, "verdict": "separated"}
         for name, family, size in (("text_only", "text_only", 0), ("int8", "int8", 4), ("none", "full", 16))]})
-    write(folder, "paper.json", {"source": "s", "rows": [{"embedder": "e", "mode": "vl_joint", "condition": "matched", "n": 8, "score": 50.0,
+    write(folder, "paper.json", {"source": "s", "rows": [{"embedder": "e", "mode": "vl_joint", "condition": "matched", "n": 8,
+            "score": 50.0,
                                                           "natural_image": None, "source": "s", "note": None}]})
     write(folder, "other.csv", raw=b"# a comment\nembedder,mode,score\ne,vl_joint,50\nf,,40.5\n")
 
@@ -239,7 +244,8 @@ def folder(tmp_path_factory):
     items = [item(i) for i in range(8)]
     write_trio(here, "t", [one["id"] for one in items], condition="zero")
     write(here, "t.source_keys.txt", raw=b"".join(b"k%d\n" % i for i in range(8)))
-    write(here, "failed.jsonl", {"item": 1, "id": "q0", "image": "i0.png", "error": "torn"}, {"item": 2, "id": "q1", "image": "i0.png", "error": "x"})
+    write(here, "failed.jsonl", {"item": 1, "id": "q0", "image": "i0.png", "error": "torn"}, {"item": 2, "id": "q1", "image": "i0.png",
+            "error": "x"})
     write(here, "exclude.txt", raw=b"q0\nq1\n")
     readout_json(here)
     rows = [{"source": "MME", "source_id": f"{i}", "split": "dev"} for i in range(3)]
@@ -254,7 +260,8 @@ def folder(tmp_path_factory):
           {"id": "q1", "prediction": "b", "answer_bits": 1.0})
     write(here, "c/zero.jsonl", {"id": "q0"})
     write(here, "c/zero.meta.json", {})
-    write(here, "c/zero.inputs.json", {"inputs": {"a": 1}, "commands": ["x"], "bytes": 4, "predictions_sha256": ev.sha256(f"{here}/c/zero.jsonl")})
+    write(here, "c/zero.inputs.json", {"inputs": {"a": 1}, "commands": ["x"], "bytes": 4,
+            "predictions_sha256": ev.sha256(f"{here}/c/zero.jsonl")})
     write(here, "resume/x", raw=b"")
     for name, save in IMAGES.items():
         save(os.path.join(here, name))
@@ -278,13 +285,15 @@ def turned(path):
 
 IMAGES = {"a.png": lambda path: picture("RGBA").save(path), "a.jpg": turned, "a.gif": lambda path: picture("P").save(path),
           "a.webp": lambda path: picture("RGBA").save(path), "a.tif": lambda path: picture().save(path, compression="tiff_lzw"),
-          "a.bmp": lambda path: picture().save(path), "deep.png": lambda path: Image.fromarray(np.arange(99, dtype=np.uint16).reshape(9, 11)).save(path)}
+          "a.bmp": lambda path: picture().save(path), "deep.png": lambda path: Image.fromarray(np.arange(99, dtype=np.uint16).reshape(9,
+              11)).save(path)}
 
 
 def predictions(folder):
     items = [item(i) for i in range(8)]
     path = os.path.join(folder, "p/vl_joint/zero.jsonl")
-    row = ev.read_predictions(path, items, {one["id"]: i for i, one in enumerate(items)}, ev.sha256(os.path.join(folder, "items.jsonl")), False, [])
+    row = ev.read_predictions(path, items, {one["id"]: i for i, one in enumerate(items)}, ev.sha256(os.path.join(folder, "items.jsonl")),
+            False, [])
     known = row.score[~np.isnan(row.score)]
     assert ((0 <= known) & (known <= 1)).all() and np.isfinite(row.bits[~np.isnan(row.bits)]).all()
 
@@ -347,7 +356,8 @@ def made_from(folder):
         raise controls.UserError("zero.inputs.json: made again")
 
 
-TABLE_ROW = {"condition": "matched", "overall": {"n": 1, "score": 1.0, "interval": None}, "by_domain": {}, "difference": None, "usable_bits": None,
+TABLE_ROW = {"condition": "matched", "overall": {"n": 1, "score": 1.0, "interval": None}, "by_domain": {}, "difference": None,
+        "usable_bits": None,
              "verdict": "x"}
 CURVES = types.SimpleNamespace(root=".", curve=None, run_dirs=[])
 READERS = {  # name: (file that is damaged, what it is made of, reader, words that the error holds where they are not the file's name)
@@ -357,12 +367,14 @@ READERS = {  # name: (file that is damaged, what it is made of, reader, words th
     "evaluate items": ("items.jsonl", "jsonl", checked_items),
     "evaluate predictions": ("p/vl_joint/zero.jsonl", "jsonl", predictions),
     "evaluate sidecar": ("p/vl_joint/zero.meta.json", "json", predictions, "p/vl_joint/zero."),
-    "evaluate paper": ("paper.json", "json", lambda f: ev.build_tables({"rows": [], "pairs": [], "groups": {"domain": {}, "source": {}, "seen": {}}},
+    "evaluate paper": ("paper.json", "json", lambda f: ev.build_tables({"rows": [], "pairs": [], "groups": {"domain": {}, "source": {},
+        "seen": {}}},
                                                                        ev.read_paper(f"{f}/paper.json"))),
     "embeddings array": ("t.npy", "", lambda f: controls.read_embeddings(f"{f}/t")),
     "embeddings ids": ("t.ids.txt", "", lambda f: controls.read_embeddings(f"{f}/t")),
     "embeddings sidecar": ("t.meta.json", "json", lambda f: controls.read_embeddings(f"{f}/t"), "/t."),
-    "train_decoder join": ("t.meta.json", "json", lambda f: td.join_embeddings(td.read_items(f"{f}/items.jsonl"), f"{f}/items.jsonl", f"{f}/t"), "/t."),
+    "train_decoder join": ("t.meta.json", "json", lambda f: td.join_embeddings(td.read_items(f"{f}/items.jsonl"), f"{f}/items.jsonl",
+        f"{f}/t"), "/t."),
     "train_decoder failed": ("failed.jsonl", "jsonl", lambda f: td.read_failed(f"{f}/failed.jsonl")),
     "train_decoder exclude-ids": ("exclude.txt", "", lambda f: td.read_excluded(f"{f}/exclude.txt")),
     "train_decoder source keys": ("t.source_keys.txt", "", lambda f: td.read_sources(f"{f}/t", list("abcdefgh"), {})),
@@ -384,7 +396,7 @@ READERS = {  # name: (file that is damaged, what it is made of, reader, words th
     "report score lines": ("scores/scores.jsonl", "jsonl", lambda f: report.read_scores(f"{f}/scores")),
     "report benchmark": ("other.csv", "", lambda f: report.read_benchmark(f"{f}/other.csv")),
 }
-MODEST, MANY = 30, 400
+MODEST, MANY = 20, 400
 
 
 def run_reader(folder, name, count):
@@ -465,7 +477,8 @@ def test_any_conversation_gives_items_or_is_dropped():
 
 # ---- the scorer ----
 ANY = st.text(st.characters(exclude_categories=()), max_size=24)       # half surrogate pairs too
-NEAR = st.sampled_from(["yes", "No.", "a", "the", "B", "(B)", "b", "12%", "0", "-0.0", "1e5", "3.", "two", "nan", "-inf%", "infinity", "$5", "don't", "dont",
+NEAR = st.sampled_from(["yes", "No.", "a", "the", "B", "(B)", "b", "12%", "0", "-0.0", "1e5", "3.", "two", "nan", "-inf%", "infinity",
+        "$5", "don't", "dont",
                         "x y", "\u3000\uff21", "\u0130", "%", ". . .", " ", "answer: A", "the answer is B"])
 WORD = st.from_regex(r"[b-z][a-z]{3,8}", fullmatch=True).filter(lambda text: text not in ("answer", "option", "choice"))
 
@@ -477,7 +490,8 @@ def scored_items(draw, metric):
            "metric": metric, "answers": draw(st.lists(text, min_size=1, max_size=10)), "dataset": draw(st.sampled_from(["", "HME100k"]))}
     if metric in ("choice", "realworldqa") and draw(st.booleans()):
         one["options"] = draw(st.lists(text, min_size=2, max_size=26))
-        one["answers"] = draw(st.lists(st.sampled_from([ev.string.ascii_uppercase[i] for i in range(len(one["options"]))]), min_size=1, max_size=3))
+        one["answers"] = draw(st.lists(st.sampled_from([ev.string.ascii_uppercase[i] for i in range(len(one["options"]))]), min_size=1,
+                max_size=3))
     if metric == "yes_no":
         one["answers"][0] = draw(st.sampled_from(["yes", "No", "YES.", " no ", "y", "N"]))
     try:
@@ -531,7 +545,7 @@ def scorer(metric, count):
 
 @pytest.mark.parametrize("metric", ev.METRICS)
 def test_scores_are_in_range_and_a_gold_answer_scores_one(metric):
-    scorer(metric, 70)
+    scorer(metric, 50)
 
 
 @pytest.mark.hard
@@ -554,5 +568,9 @@ def test_a_gold_given_as_option_text_scores_one():
 def test_the_junk_reaches_every_kind_of_damage():
     """The strategy itself: each way of damage occurs, and most of its results differ from the valid file."""
     valid, seen = b'{"a": [1, "x"]}\n{"b": {}}\n', collections.Counter()
-    search(200, damaged(valid, "jsonl"), lambda data: seen.update(["same" if data == valid else "other", *(["raw"] if re.search(b"NaN|1e999|\xff", data) else [])]))
+
+    def count(data):
+        seen["same" if data == valid else "other"] += 1
+        seen["raw"] += bool(re.search(b"NaN|1e999|\xff", data))
+    search(200, damaged(valid, "jsonl"), count)
     assert seen["other"] > 100 and seen["raw"] > 2
