@@ -23,12 +23,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = os.environ.get("SEED") or str(int.from_bytes(os.urandom(3), "big"))
@@ -230,7 +232,9 @@ def here(world, tmp_path):
 
 # ---- processes: forks that run a script as its command line does, so that numpy is imported once ----
 def mend_threads():
-    """In a fork, before threads start: torch makes its pool anew when it is next asked for, and two threads that ask at once crash."""
+    """In a fork, before threads start: torch makes its pool anew when it is next asked for, and two threads that ask at once crash.
+    tqdm's lock is shared by all forks of a process, so one that was killed while it held it would stop all others."""
+    tqdm.tqdm.set_lock(threading.RLock())
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -14,12 +14,14 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ROOT.parent / "shared" / "cases" / "embedders"
@@ -563,6 +565,7 @@ def test_kills_at_random_moments(extract, data, folders, tmp_path):
         pid = os.fork()                                            # the libraries are loaded already, so a kill costs no import
         if pid == 0:
             try:
+                tqdm.tqdm.set_lock(threading.RLock())              # its own is shared by all forks: one killed while it held it stops all others
                 sys.stdout = sys.stderr = open(os.devnull, "w")
                 call(extract, data, "qwen3-vl-embedding-2b", "vl_joint", folders.qwen3, out, "--batch-size", "1", "--on-error", "skip")
                 os._exit(0)

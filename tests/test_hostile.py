@@ -22,11 +22,13 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import types
 import zlib
 
 import numpy as np
 import pytest
+import tqdm
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRIED = collections.Counter()
@@ -69,6 +71,7 @@ def attempt(module, main, folder, megabytes=400, seconds=20):
         code = 98
         try:
             os.chdir(folder)
+            tqdm.tqdm.set_lock(threading.RLock())       # its own is shared by all forks: one killed while it held it stops all others
             sys.stdout, sys.stderr = (open(path, "w", encoding="utf-8", errors=errors) for path, errors in ((out, "strict"), (err,
                     "backslashreplace")))
             resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2 ** 20,) * 2)

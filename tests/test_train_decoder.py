@@ -778,7 +778,7 @@ def test_wrong_command_lines_end_with_status_2(argv, capsys):
 # ---- processes: torch is imported once, then each attempt is a fork ----
 
 DRIVER = '''
-import importlib.util, json, os, pathlib, random, resource, shutil, signal, socket, sys, time, traceback
+import importlib.util, json, os, pathlib, random, resource, shutil, signal, socket, sys, threading, time, traceback
 script, toy, here, seed, kills = sys.argv[1:4] + [int(sys.argv[4]), int(sys.argv[5])]
 spec = importlib.util.spec_from_file_location("train_decoder_script", script)
 td = importlib.util.module_from_spec(spec)
@@ -796,6 +796,7 @@ def fork(*argv, rank=0, world=1, port=0, size=None):
     pid = os.fork()
     if pid:
         return pid
+    td.tqdm.set_lock(threading.RLock())                 # its own is shared by all forks: one killed while it held it stops all others
     file = os.open(f"{here}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1), os.dup2(file, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
