@@ -1172,7 +1172,7 @@ def embed_batches(job, todo, e):
                         vectors[batch.index(row)] = vector
                     else:
                         bad[row] = (f"no <gen_emb> among {e.generate} generated tokens (--max-new-tokens)" if e.generate else
-                                    "the model gave NaN, infinity or a zero vector")
+                                    f"the model gave NaN, infinity or a zero vector; {job.args.model or job.recipe.hub} may be damaged")
             if bad and not skip:
                 raise UserError(f"item {shown(job.entries[min(bad)][0])}: {bad[min(bad)]}. Finished batches are kept; --on-error skip "
                                 "leaves such items out and lists them")

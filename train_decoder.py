@@ -671,7 +671,7 @@ def load_tokenizer(name):
     """Load the tokenizer from a hub id or folder."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except LOADING_ERRORS as error:
+    except Exception as error:                          # the tokenizers library raises bare Exceptions on a damaged file
         raise UserError(f"{name}: transformers cannot load a tokenizer from it without running its code: {shown(error, 300)}") from None
 
 
@@ -837,6 +837,8 @@ def publish(source, target, changes):
             except OSError:
                 shutil.copyfile(os.path.join(source, name), temporary)
             os.replace(temporary, os.path.join(target, name))
+            with contextlib.suppress(FileNotFoundError):    # between two links of one file a rename does nothing and leaves both
+                os.remove(temporary)
     except OSError as error:
         raise cannot_write(target, error) from error
     write_json(os.path.join(target, "readout.json"), record | {"content_sha256": content_hash(record)})
