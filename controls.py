@@ -121,9 +121,9 @@ def write_json(path, value):
     write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
 
 
-def json_parser(finite=True):
-    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
-    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+def json_parser():
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN, infinity
+    (also as 1e999), a key given twice, more than MAX_LEVELS levels, whole numbers of 300 digits."""
     def constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
 
@@ -134,22 +134,23 @@ def json_parser(finite=True):
         return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
 
     def once(pairs):
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            names = set()
-            again = next(name for name, _ in pairs if name in names or names.add(name))
-            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
-        return value
-    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the key {shown(repr(max(names, key=names.count)), 40)} twice in one object")
+        return dict(pairs)
+
+    def shallow(value, left=MAX_LEVELS):
+        if isinstance(value, (dict, list)):
+            if not left:
+                raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            for part in value.values() if isinstance(value, dict) else value:
+                shallow(part, left - 1)
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
-            layer, levels = [value], 0
-            while layer := [part for whole in layer if isinstance(whole, (dict, list))
-                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
-                if (levels := levels + 1) > MAX_LEVELS:
-                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            shallow(value)
         return value
     return parse
 
@@ -176,7 +177,7 @@ def read_json(path):
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
+    parse = json_parser()
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -338,6 +339,17 @@ def read_embeddings(prefix):
     return array, keys, meta
 
 
+def read_failed(path):
+    """The items that extraction skipped, {id: line}, from a JSONL file with `id` and `error`; none without a path."""
+    failed = {}
+    for number, line in read_jsonl(path) if path else ():
+        if not isinstance(line.get("id"), str) or not isinstance(line.get("error", ""), str):
+            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
+                            f"{shown(repr((line.get('id'), line.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
+        failed[line["id"]] = line
+    return failed
+
+
 def write_embeddings(prefix, array, keys, meta):
     """Write an embedding trio: array (N, D), N keys, then the sidecar with dim, dtype and the hashes, last, so that it marks the end."""
     if not np.isfinite(array).all():
@@ -387,6 +399,21 @@ def open_image(folder, name):
         raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
                         "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
+
+
+# ---- shared block: partial (identical in every script that has it; a test compares) ----
+def sealed(line):
+    """A line of unfinished work with its checksum, so that a byte that changes before the run goes on is found."""
+    return {**line, "crc32": zlib.crc32(json.dumps(line).encode())}
+
+
+def unsealed(text):
+    """The line that `sealed` made into `text`, or None where it is not as it was written: that work is done again."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        line = json.loads(text)
+        found = {name: value for name, value in line.items() if name != "crc32"}
+        return found if sealed(found) == line else None
+# ---- end of shared block: partial ----
 
 
 # ---- control inputs: pure functions, one a control ----
@@ -602,21 +629,10 @@ def mark_finished(args, condition, inputs, commands, **facts):
     write_json(f"{path}.inputs.json", {"inputs": inputs, "commands": commands, "predictions_sha256": sha256(f"{path}.jsonl"), **facts})
 
 
-def read_failed(path):
-    """The items that extraction skipped, [{id, error}], from a JSONL file; none without a path."""
-    entries = []
-    for number, entry in read_jsonl(path) if path else ():
-        if not isinstance(entry.get("id"), str) or not isinstance(entry.get("error", ""), str):
-            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
-                            f"{shown(repr((entry.get('id'), entry.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
-        entries.append({"id": entry["id"], "error": entry.get("error", "skipped")})
-    return entries
-
-
 def load_vectors(args):
     """Read the inputs. Returns a dict: all `items`; `live`, those not in --failed; their `vectors` (N, D) float32 and `keys`; `meta`."""
     items = read_items(args.items, args.limit)
-    reasons = {entry["id"]: entry["error"] for entry in read_failed(args.failed)}
+    reasons = {key: line.get("error", "skipped") for key, line in read_failed(args.failed).items()}
     array, keys, meta = read_embeddings(args.embeddings)
     row = {key: number for number, key in enumerate(keys)}
     live = [item for item in items if item["id"] not in reasons]
@@ -968,7 +984,7 @@ def run_curve(args):
     budgets = {"text_only": None, **{budget.replace(":", "-"): budget for budget in args.budgets or default_budgets(meta["dim"])}}
     os.makedirs(args.out, exist_ok=True)
     base, common = base_inputs(args, None), flags_of(vars(args), ["seed", "limit", "dtype"])
-    failed = read_failed(args.failed)
+    failed = list(read_failed(args.failed).values())
     for condition, budget in budgets.items():
         before, given = len(args.commands), args.text_only_readout if budget is None else None
         plan = (hashes_of_readout(given) if given else fit_plan(args, "--no-embedding", *common) if budget is None else
@@ -1084,19 +1100,6 @@ def other_encoder(processor):
     return encode
 
 
-def sealed(line):
-    """An answer with its checksum, so that a byte that changes before the run goes on is found."""
-    return {**line, "crc32": zlib.crc32(json.dumps(line).encode())}
-
-
-def checked(text):
-    """The answer in a line that `sealed` made, or None where the line is not as it was written."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-        line = json.loads(text)
-        found = {name: value for name, value in line.items() if name != "crc32"}
-        return found if sealed(found) == line else None
-
-
 def answer_from_images(args, items, inputs):
     """Write OUT/raw_image.jsonl: the reference model reads image and question and answers greedily, one item at a time.
 
@@ -1108,7 +1111,7 @@ def answer_from_images(args, items, inputs):
             first, *lines = file.read().split("\n")[:-1] or [""]  # what follows the last line end is torn
         if first == header:
             for line in lines[: len(items)]:            # answers are in the items' order, so what follows a damaged one is asked again
-                if (found := checked(line)) is None:
+                if (found := unsealed(line)) is None:
                     break
                 done.append(found)
     write_jsonl(f"{path}.partial", [inputs, *map(sealed, done)])

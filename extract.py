@@ -173,9 +173,9 @@ def write_json(path, value):
     write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
 
 
-def json_parser(finite=True):
-    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
-    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+def json_parser():
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN, infinity
+    (also as 1e999), a key given twice, more than MAX_LEVELS levels, whole numbers of 300 digits."""
     def constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
 
@@ -186,22 +186,23 @@ def json_parser(finite=True):
         return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
 
     def once(pairs):
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            names = set()
-            again = next(name for name, _ in pairs if name in names or names.add(name))
-            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
-        return value
-    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the key {shown(repr(max(names, key=names.count)), 40)} twice in one object")
+        return dict(pairs)
+
+    def shallow(value, left=MAX_LEVELS):
+        if isinstance(value, (dict, list)):
+            if not left:
+                raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            for part in value.values() if isinstance(value, dict) else value:
+                shallow(part, left - 1)
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
-            layer, levels = [value], 0
-            while layer := [part for whole in layer if isinstance(whole, (dict, list))
-                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
-                if (levels := levels + 1) > MAX_LEVELS:
-                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            shallow(value)
         return value
     return parse
 
@@ -228,7 +229,7 @@ def read_json(path):
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
+    parse = json_parser()
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -388,6 +389,17 @@ def read_embeddings(prefix):
     if "array_sha256" in meta and digest.hexdigest() != meta["array_sha256"]:
         raise UserError(f"{prefix}.npy: its SHA-256 is not the one in the sidecar, so it was changed after extraction. Extract it again")
     return array, keys, meta
+
+
+def read_failed(path):
+    """The items that extraction skipped, {id: line}, from a JSONL file with `id` and `error`; none without a path."""
+    failed = {}
+    for number, line in read_jsonl(path) if path else ():
+        if not isinstance(line.get("id"), str) or not isinstance(line.get("error", ""), str):
+            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
+                            f"{shown(repr((line.get('id'), line.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
+        failed[line["id"]] = line
+    return failed
 
 
 def write_embeddings(prefix, array, keys, meta):
@@ -1260,17 +1272,6 @@ def start_worker(parent, lock, worker):
                 os.close(number)
 
 
-def read_failed(path):
-    """The lines of a PREFIX.failed.jsonl; none where there is no such file."""
-    lines = []
-    for number, line in read_jsonl(path) if os.path.exists(path) else ():
-        if type(line.get("item")) is not int or not all(isinstance(line.get(name), str) for name in ("id", "image", "error")):
-            raise UserError(f"{path} line {number}: expected item, id, image and error, found {shown(repr(line))}. Extract this "
-                            "shard again")
-        lines.append(line)
-    return lines
-
-
 def merge(args):
     """Join PREFIX.shard-0-of-N ... into PREFIX, rows in item order. Returns the sidecar."""
     parts = []
@@ -1301,7 +1302,13 @@ def merge(args):
             raise UserError(f"{part}.meta.json: made with other settings than shard 0 ({', '.join(differing[:5])}). Extract it again")
     settings["shard"] = "0/1"
     rows = np.concatenate([part[4] for part in parts])
-    lines = [line for part in parts for line in read_failed(f"{part[0]}.failed.jsonl")]
+    lines = []
+    for path in (f"{part[0]}.failed.jsonl" for part in parts):
+        for number, line in enumerate(read_failed(path if os.path.exists(path) else None).values(), 1):
+            if type(line.get("item")) is not int or not all(isinstance(line.get(name), str) for name in ("image", "error")):
+                raise UserError(f"{path} line {number}: expected item, id, image and error, found {shown(repr(line))}. Extract this shard "
+                                "again")
+            lines.append(line)
     lines.sort(key=lambda line: line["item"])
     lost = len({line["id" if settings["key"] == "id" else "image"] for line in lines})
     if len(np.unique(rows)) != len(rows) or len(rows) + lost != settings["entries"]:

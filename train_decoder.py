@@ -121,9 +121,9 @@ def write_json(path, value):
     write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
 
 
-def json_parser(finite=True):
-    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
-    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+def json_parser():
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN, infinity
+    (also as 1e999), a key given twice, more than MAX_LEVELS levels, whole numbers of 300 digits."""
     def constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
 
@@ -134,22 +134,23 @@ def json_parser(finite=True):
         return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
 
     def once(pairs):
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            names = set()
-            again = next(name for name, _ in pairs if name in names or names.add(name))
-            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
-        return value
-    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the key {shown(repr(max(names, key=names.count)), 40)} twice in one object")
+        return dict(pairs)
+
+    def shallow(value, left=MAX_LEVELS):
+        if isinstance(value, (dict, list)):
+            if not left:
+                raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            for part in value.values() if isinstance(value, dict) else value:
+                shallow(part, left - 1)
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
-            layer, levels = [value], 0
-            while layer := [part for whole in layer if isinstance(whole, (dict, list))
-                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
-                if (levels := levels + 1) > MAX_LEVELS:
-                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            shallow(value)
         return value
     return parse
 
@@ -176,7 +177,7 @@ def read_json(path):
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
+    parse = json_parser()
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -338,6 +339,17 @@ def read_embeddings(prefix):
     return array, keys, meta
 
 
+def read_failed(path):
+    """The items that extraction skipped, {id: line}, from a JSONL file with `id` and `error`; none without a path."""
+    failed = {}
+    for number, line in read_jsonl(path) if path else ():
+        if not isinstance(line.get("id"), str) or not isinstance(line.get("error", ""), str):
+            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
+                            f"{shown(repr((line.get('id'), line.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
+        failed[line["id"]] = line
+    return failed
+
+
 def write_embeddings(prefix, array, keys, meta):
     """Write an embedding trio: array (N, D), N keys, then the sidecar with dim, dtype and the hashes, last, so that it marks the end."""
     if not np.isfinite(array).all():
@@ -350,6 +362,21 @@ def write_embeddings(prefix, array, keys, meta):
                                        "rows": len(keys), "ids_sha256": sha256(f"{prefix}.ids.txt"),
                                        "array_sha256": sha256(f"{prefix}.npy")})
 # ---- end of shared block: embeddings ----
+
+
+# ---- shared block: partial (identical in every script that has it; a test compares) ----
+def sealed(line):
+    """A line of unfinished work with its checksum, so that a byte that changes before the run goes on is found."""
+    return {**line, "crc32": zlib.crc32(json.dumps(line).encode())}
+
+
+def unsealed(text):
+    """The line that `sealed` made into `text`, or None where it is not as it was written: that work is done again."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        line = json.loads(text)
+        found = {name: value for name, value in line.items() if name != "crc32"}
+        return found if sealed(found) == line else None
+# ---- end of shared block: partial ----
 
 
 def load_libraries():
@@ -404,17 +431,6 @@ def embeddings_hashes(prefix, meta):
 def read_vectors(prefix, rows):
     """Rows of PREFIX.npy as float32 (len(rows), D). The map is opened for each call, so that pages once read do not stay in memory."""
     return np.asarray(np.load(f"{prefix}.npy", mmap_mode="r", allow_pickle=False)[rows], np.float32)
-
-
-def read_failed(path):
-    """The items that extraction skipped, {id: object}, from a JSONL file with `id` and `error`."""
-    failed = {}
-    for number, value in read_jsonl(path) if path else ():
-        if not isinstance(value.get("id"), str) or not isinstance(value.get("error", ""), str):
-            raise UserError(f"{path} line {number}: expected a text in 'id' and, where there is one, in 'error', found "
-                            f"{shown(repr((value.get('id'), value.get('error'))))}. Use the PREFIX.failed.jsonl that extraction wrote")
-        failed[value["id"]] = value
-    return failed
 
 
 def check_texts(items, path):
@@ -1379,21 +1395,13 @@ def open_partial(output, overwrite):
             content = b""
     texts = content[len(header):].split(b"\n")[:-1]
     for text in texts:
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):         # damaged: counted below, and answered again
-            line = json.loads(text)
-            del line["crc32"]
-            if json.loads(text) == sealed(line):
-                done[line["id"]] = line
-                whole.append(text + b"\n")
+        if line := unsealed(text):                      # a damaged one is counted below, and answered again
+            done[line["id"]] = line
+            whole.append(text + b"\n")
     if len(whole) < len(texts):
         log(f"note: {path}: {len(texts) - len(whole)} finished predictions are damaged; their batches are done again")
     write_atomic(path, lambda file: file.write(header + b"".join(whole)))
     return done
-
-
-def sealed(line):
-    """A line of OUT.partial: the prediction with its checksum, so that a byte that changes before the run goes on is found."""
-    return line | {"crc32": zlib.crc32(json.dumps(line).encode())}
 
 
 def answer_batch(readout, prompts, answers, vectors, soft_at, stop, max_new_tokens):

@@ -109,9 +109,9 @@ def write_json(path, value):
     write_atomic(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))      # half a surrogate pair stays an escape
 
 
-def json_parser(finite=True):
-    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN and infinity,
-    a key given twice, more than MAX_LEVELS levels, numbers of 300 digits; with `finite` also 1e999, which Python reads as infinity."""
+def json_parser():
+    """A function from UTF-8 bytes to a JSON value. ValueError for what could be read in two ways or not be written again: NaN, infinity
+    (also as 1e999), a key given twice, more than MAX_LEVELS levels, whole numbers of 300 digits."""
     def constant(name):
         raise ValueError(f"the number {name}, which JSON does not have")
 
@@ -122,22 +122,23 @@ def json_parser(finite=True):
         return float(text) if abs(float(text)) < float("inf") else constant(shown(text, 20))
 
     def once(pairs):
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            names = set()
-            again = next(name for name, _ in pairs if name in names or names.add(name))
-            raise ValueError(f"the key {shown(repr(again), 40)} twice in one object")
-        return value
-    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real if finite else None, object_pairs_hook=once).decode
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the key {shown(repr(max(names, key=names.count)), 40)} twice in one object")
+        return dict(pairs)
+
+    def shallow(value, left=MAX_LEVELS):
+        if isinstance(value, (dict, list)):
+            if not left:
+                raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            for part in value.values() if isinstance(value, dict) else value:
+                shallow(part, left - 1)
+    decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
-            layer, levels = [value], 0
-            while layer := [part for whole in layer if isinstance(whole, (dict, list))
-                            for part in (whole.values() if isinstance(whole, dict) else whole)]:
-                if (levels := levels + 1) > MAX_LEVELS:
-                    raise ValueError(f"more than {MAX_LEVELS} levels of objects or lists")
+            shallow(value)
         return value
     return parse
 
@@ -164,7 +165,7 @@ def read_json(path):
 
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
-    parse = json_parser(finite=False)                   # the readers of numbers look at their size themselves
+    parse = json_parser()
     try:
         file = open(path, "rb")
     except OSError as error:

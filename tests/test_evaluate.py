@@ -440,7 +440,7 @@ DEEP = "[" * 100_000
     (json.dumps(GOOD | {"prediction": "x" * 20_001}), r"p.jsonl line 2 .*at most 20,000 characters"),
     (json.dumps(GOOD | {"condition": "zero"}), r"p.jsonl line 2 .*condition"),
     (json.dumps(GOOD | {"answer_bits": float("nan")}), r"p.jsonl line 2: .*NaN"),
-    (json.dumps(GOOD).replace("1.5", "1e999"), r"p.jsonl line 2 .*'answer_bits'"),
+    (json.dumps(GOOD).replace("1.5", "1e999"), r"p.jsonl line 2: .*the number 1e999"),
     (json.dumps(GOOD | {"answer_bits": "3"}), r"p.jsonl line 2 .*'answer_bits'"),
     (json.dumps(GOOD | {"answer_bits": -2}), r"p.jsonl line 2 .*'answer_bits'"),
     (json.dumps(GOOD | {"answer_bits": True}), r"p.jsonl line 2 .*'answer_bits'"),
