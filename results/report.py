@@ -396,7 +396,11 @@ h3 { font-size: 1rem; margin: 22px 0 8px; }
 .slope path { stroke: currentColor; stroke-width: 1.8; fill: none; } .slope circle { fill: currentColor; }
 .slope .same { color: var(--soft); } .slope .up { color: var(--yes); } .slope .down { color: var(--no); }
 .slope .down path { stroke-dasharray: 6 3; }
-.scroll { overflow-x: auto; margin: 0 -20px; padding: 0 20px; }
+.scroll { overflow-x: auto; margin: 0 -20px; padding: 0 20px; background:       /* a shadow at the side where more of the table is */
+  linear-gradient(to right, var(--panel) 30%, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(to left, var(--panel) 30%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to right, var(--line), transparent) left / 16px 100% no-repeat,
+  linear-gradient(to left, var(--line), transparent) right / 16px 100% no-repeat; }
 table { border-collapse: collapse; font-size: .88rem; width: 100%; }
 th, td { text-align: left; padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: normal; }
 thead th { color: var(--soft); font-weight: 500; vertical-align: bottom; white-space: nowrap; border-bottom-color: var(--soft); }
@@ -1429,7 +1433,7 @@ def forest(vectors, title, group_of):
         y, group = top + step * number + 30, group_of(vector.row)
         name = f"{vector.name} {vector.mode}"
         svg.append(f'<g class="{"joint" if vector.mode == "joint" else "visual"}"><text class="l" x="{left}" '
-                   f'y="{y - 13}">{html.escape(shown(name, 38))}</text>')
+                   f'y="{y - 13}">{html.escape(f"{shown(vector.name, 33 - len(vector.mode))} {vector.mode}")}</text>')
         if group["score"] is not None:
             svg += [f'<text class="v" x="{right}" y="{y - 13}" text-anchor="end">{group["score"]:.1f}</text>',
                     f'<path class="base" d="M{left} {y}H{right}"/>']
