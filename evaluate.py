@@ -519,6 +519,7 @@ class Row:
 
     def __init__(self, path, meta, limit, size):
         self.path, self.meta, self.limit = path, meta, limit
+        self.paths = [path]                             # text-only: and every other run's file with the same bytes
         self.embedder, self.mode, self.condition = (meta.get(name) for name in ("embedder", "mode", "condition"))
         self.score, self.bits = np.full(size, np.nan), np.full(size, np.nan)
         self.flags, self.text = np.zeros(size, np.uint8), np.zeros(size, np.int64)
@@ -770,14 +771,15 @@ class Scorer:
 def pairs_of(rows, named):
     """The pairs to report, (a, b, why): matched against the controls of its embedder and mode, controls against text-only, joint against
     visual-only, and the named ones. A control without embedder or mode goes with every one; of several runs, with that of its folder."""
-    def folder(row):
-        return os.path.dirname(row.path)
+    def folders(row):
+        return {os.path.dirname(path) for path in row.paths}
 
     def fits(control, row):
-        rivals = [folder(m) for m in rows if m.condition == "matched" and m is not row and (m.embedder, m.mode) == (row.embedder, row.mode)]
+        rivals = {os.path.dirname(m.path) for m in rows if m.condition == "matched" and m is not row
+                  and (m.embedder, m.mode) == (row.embedder, row.mode)}
         return (control.embedder in (None, row.embedder) and control.mode in (None, row.mode)
-                and (folder(control) == folder(row) or folder(control) not in rivals))
-    by_path, pairs = {os.path.realpath(row.path): row for row in rows}, []
+                and (folders(control) & folders(row) or not folders(control) <= rivals))
+    by_path, pairs = {os.path.realpath(path): row for row in rows for path in row.paths}, []
     for a, b in itertools.product(rows, rows):
         if a.condition == "matched" and b.condition != "matched" and fits(b, a):
             pairs.append((a, b, "matched against control"))
@@ -946,10 +948,18 @@ def main(argv=None):
         except OSError as error:
             raise cannot_write(args.out, error) from error
     with locked(os.path.join(args.out, "scores.json")) if args.out else contextlib.nullcontext():
-        rows = []
+        rows, floors = [], {}                           # floors: text-only rows by embedder, mode and content
         for path in paths:
-            rows.append(read_predictions(path, items, index, items_hash, args.partial, notes))
-            print(f"scored {shown(path)}: {np.count_nonzero(rows[-1].flags):,} rows, {time.time() - started:.1f} s", file=sys.stderr)
+            row = read_predictions(path, items, index, items_hash, args.partial, notes)
+            print(f"scored {shown(path)}: {np.count_nonzero(row.flags):,} rows, {time.time() - started:.1f} s", file=sys.stderr)
+            if row.condition == "text_only":            # it needs no embedder, so the controls of each run hold the same one
+                first = floors.setdefault((row.embedder, row.mode, sha256(path)), row)
+                if first is not row:
+                    first.paths.append(path)
+                    continue
+            rows.append(row)
+        if same := sum(len(row.paths) - 1 for row in rows):
+            notes.append(f"{same} text_only files have the same bytes as another and share its row")
         rows.sort(key=Row.order)
         scorer = Scorer(items, args.seed, args.bootstrap)
         images = int(scorer.clusters.max()) + 1

@@ -340,6 +340,23 @@ def test_controls_go_with_the_matched_file_of_their_folder(tmp_path):
     assert folders == [("one", "one"), ("two", "two")]
 
 
+def test_the_same_text_only_of_several_runs_is_one_row(tmp_path, capsys):
+    """Each run's controls hold text_only, from one readout: one row of the table that goes with every run; another readout's stays apart."""
+    items_path = write_lines(tmp_path / "items.jsonl", [item(0), item(1)])
+    texts = {"q0": "yes", "q1": "no"}
+    files = [predictions(tmp_path / run / f"{condition}.jsonl", items_path, texts if run != "three" else {"q0": "no", "q1": "no"}, condition,
+                         *(("emb", "vl_joint") if condition == "matched" else (None, None)))
+             for run in ("one", "two", "three") for condition in ("matched", "text_only")]
+    report = score(tmp_path, items_path, *files, flags=["--pair", files[3], files[5]])
+    assert [row["file"].split(os.sep)[-2:] for row in report["rows"] if row["condition"] == "text_only"] == [
+        ["one", "text_only.jsonl"], ["three", "text_only.jsonl"]]
+    ours = [[pair[side]["file"].split(os.sep)[-2] for side in "ab"] for pair in report["pairs"] if pair["why"] == "matched against control"]
+    assert sorted(ours) == [["one", "one"], ["three", "three"], ["two", "one"]]
+    named = next(pair for pair in report["pairs"] if pair["why"] == "named by --pair")
+    assert [named[side]["file"].split(os.sep)[-2] for side in "ab"] == ["one", "three"] and named["difference"] != 0
+    assert "1 text_only files have the same bytes" in capsys.readouterr().out
+
+
 def test_same_seed_same_report_in_any_order_of_files(tmp_path, capsys):
     items_path, pattern = two_modes(tmp_path)
     reports, tables = [], []
