@@ -93,9 +93,12 @@ def shown(text, width=80):
 def sha256(path):
     """SHA-256 of a file's bytes, hexadecimal, read in 1 MiB pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}). Check the path, or make the file again") from None
     return digest.hexdigest()
 
 
@@ -117,7 +120,7 @@ def write_atomic(path, write):
 
 def cannot_write(path, error):
     """The UserError for a write that the system refused (disk full, file-size limit, no permission)."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(path) or "."               # not abspath: the working directory itself may be gone
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return UserError(f"{path}: cannot write ({error.strerror or error}); {free:,} bytes free there. Make room or choose another "
                      "output, then run the same command again; files written before are unchanged")
@@ -157,6 +160,8 @@ def json_parser():
     decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
+        if data.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("a byte order mark; save the file as UTF-8 without one")
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
             shallow(value)
@@ -187,6 +192,8 @@ def read_json(path):
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     parse = json_parser()
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a regular file, which can be read twice (for its hash), found none. Write it to a file")
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -277,20 +284,25 @@ def locked(output):
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                  # closed by the caller (>&-)
+            setattr(sys, name, open(os.devnull, "w"))
     with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
         sys.exit(status)
-    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+    except (UserError, OSError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+            error = UserError(f"{error.filename}: {error.strerror}. Check the path")
+        elif isinstance(error, OSError):                # a refusal of the system that nothing above turned into words
+            if error.filename is None:                  # standard output; what is left for it would fail once more at the exit
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error = cannot_write(error.filename or "standard output", error)
+        # its lines may hold names from data: no control character reaches the terminal
         print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:                            # a refusal of the system that nothing above turned into words
-        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)

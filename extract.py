@@ -16,8 +16,9 @@ GUARANTEES  One batch plan from the whole item list and the flags. Shards take w
         PREFIX.partial.* is the resume state; give the same command again. On CUDA expect cosines of 0.999 between batch sizes.
         Images: first frame, EXIF rotation applied, transparency on white, 16 bit scaled to 8. Sides in a ratio above 200 are refused
         (vlm2vec-v2 makes them square as its authors do, clip takes up to 1000, siglip any). Unreadable or truncated files and
-        prompts over the model's length are refused with their name, never cut. Text is text: <|im_end|>, <|image_pad|> or <emb> in a
-        question are spelled out as ordinary characters, because questions go through a tokenizer that knows no special token.
+        prompts over the model's length are refused with their name, never cut (the text towers of --fuse sum do, and `question_cut` in
+        the sidecar counts it). Text is text: <|im_end|>, <|image_pad|> or <emb> in a question are spelled out as ordinary characters,
+        because questions go through a tokenizer that knows no special token. Images of other file sizes count as other settings.
         Exit status: 0 done, 1 failed, 2 wrong command line, 130 interrupted.
 TIME    One 640x480 image with a question costs about 2 TFLOP with a 2B model. Memory does not grow with N, except for the keys.
 REUSE   Copy this file alone. It needs Python 3.11, numpy >= 2, pillow >= 11, tqdm, torch >= 2.6, transformers >= 5.24 (which brings
@@ -34,7 +35,6 @@ import os
 import platform
 import re
 import shutil
-import struct
 import sys
 import time
 import types
@@ -136,9 +136,12 @@ def shown(text, width=80):
 def sha256(path):
     """SHA-256 of a file's bytes, hexadecimal, read in 1 MiB pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}). Check the path, or make the file again") from None
     return digest.hexdigest()
 
 
@@ -160,7 +163,7 @@ def write_atomic(path, write):
 
 def cannot_write(path, error):
     """The UserError for a write that the system refused (disk full, file-size limit, no permission)."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(path) or "."               # not abspath: the working directory itself may be gone
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return UserError(f"{path}: cannot write ({error.strerror or error}); {free:,} bytes free there. Make room or choose another "
                      "output, then run the same command again; files written before are unchanged")
@@ -200,6 +203,8 @@ def json_parser():
     decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
+        if data.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("a byte order mark; save the file as UTF-8 without one")
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
             shallow(value)
@@ -230,6 +235,8 @@ def read_json(path):
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     parse = json_parser()
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a regular file, which can be read twice (for its hash), found none. Write it to a file")
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -320,20 +327,25 @@ def locked(output):
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                  # closed by the caller (>&-)
+            setattr(sys, name, open(os.devnull, "w"))
     with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
         sys.exit(status)
-    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+    except (UserError, OSError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+            error = UserError(f"{error.filename}: {error.strerror}. Check the path")
+        elif isinstance(error, OSError):                # a refusal of the system that nothing above turned into words
+            if error.filename is None:                  # standard output; what is left for it would fail once more at the exit
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error = cannot_write(error.filename or "standard output", error)
+        # its lines may hold names from data: no control character reaches the terminal
         print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:                            # a refusal of the system that nothing above turned into words
-        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -436,21 +448,38 @@ def open_image(folder, name):
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
+            clear = image.info.get("transparency")
             if image.mode == "F" or image.mode.startswith("I"):  # Pillow's own conversion clips these at 255
                 values = np.asarray(image).astype(np.float64)
+                if not (values.min() >= 0 and values.max() <= 65535):     # NaN fails too
+                    raise ValueError(f"expected numbers from 0 to 65535, found {values.min()} to {values.max()}")
                 top = 1.0 if image.mode == "F" and values.max() <= 1 else 255.0 if values.max() <= 255 and image.mode in "IF" else 65535.0
                 image = Image.fromarray(np.clip(values / top * 255 + 0.5, 0, 255).astype(np.uint8))
+                if isinstance(clear, int):              # the one grey value that a PNG calls transparent
+                    image.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
             return image.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
+    except Exception as error:                          # Pillow's many readers raise errors of many kinds
         size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
         raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
                         "Replace it, or skip it with --on-error skip where there is one") from None
 # ---- end of shared block: images ----
+
+
+# ---- shared block: ranks (identical in every script that has it; a test compares) ----
+def ranks():
+    """(rank, rank on this machine, number of ranks) as torchrun sets them; (0, 0, 1) without it."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    found = [os.environ.get(name, default) for name, default in names.items()]
+    if not all(text.isascii() and text.isdigit() for text in found) or not int(found[0]) < int(found[2]):
+        raise UserError(f"environment: expected whole numbers in {', '.join(names)} with RANK below WORLD_SIZE, found "
+                        f"{', '.join(shown(repr(text), 20) for text in found)}. Start with torchrun, or unset them")
+    return tuple(map(int, found))
+# ---- end of shared block: ranks ----
 
 
 # ---- files of a model ----------------------------------------------------------------------------------------------------------------
@@ -473,6 +502,8 @@ def load_libraries():
 def model_folder(name, revision, flag, wanted=("*.json", "*.safetensors", "*.txt", "*.jinja")):
     """The local folder of a model and its revision (None for a folder given as such); a hub id is downloaded into the hub's own cache."""
     if os.path.isdir(name):
+        if revision:
+            raise UserError(f"--revision {shown(revision)}: {name} is a folder, a revision is for a hub id. Leave it out")
         return name, None
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"{name}: no such folder ({flag}). Give a folder in the published layout, or a hub id (owner/name)")
@@ -487,14 +518,32 @@ def model_folder(name, revision, flag, wanted=("*.json", "*.safetensors", "*.txt
     return folder, os.path.basename(os.path.normpath(folder))     # the hub cache names a snapshot's folder by its commit
 
 
+@contextlib.contextmanager
+def blamed(folder):
+    """What we, tokenizers or transformers trip over while a model's files are read or used is a UserError that names its folder."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError(f"{folder}: something in its configuration, tokenizer or weights does not fit ({type(error).__name__}: "
+                        f"{shown(error, 300)}). Compare it with the published files, or download it again") from error
+
+
 def weight_files(folder, missing_ok=False):
     """Names of a folder's weight files: safetensors, else pytorch_model*.bin (read by torch's weights-only loader, which runs no code)."""
     names = sorted(os.listdir(folder))
-    files = ([name for name in names if name == "adapter_model.safetensors"] or
-             [name for name in names if name.endswith(".safetensors")] or
+    adapter = "adapter_config.json" in names                      # a base model's folder may hold a stray adapter, which is not loaded
+    files = ([name for name in names if name.endswith(".safetensors") and name.startswith("adapter_model") == adapter] or
              [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)])
-    if not files and not missing_ok:
+    if missing_ok:
+        return files
+    if not files:
         raise UserError(f"{folder}: no *.safetensors and no pytorch_model.bin in this folder. Give the folder that holds the weights")
+    index = os.path.join(folder, f"{'model.safetensors' if files[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json")
+    listed = read_json(index).get("weight_map", {}) if os.path.exists(index) else {}
+    for name in sorted({str(name) for name in listed.values()} - {*files}):       # what is loaded is what is hashed
+        raise UserError(f"{index}: lists {shown(name)}, which is no file of this folder ({', '.join(files[:3])}, ...). Download it again")
     return files
 
 
@@ -564,9 +613,16 @@ def merge_adapter(model, folder):
                    for key, value in load_file(path).items()}
     except Exception as error:
         raise UserError(f"{path}: cannot read the adapter ({type(error).__name__}: {shown(error)}). Download it again") from error
-    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    ranks_found = {value.shape[0] for key, value in tensors.items() if key.endswith("lora_A.weight")}
+    if type(rank) is not int or {rank} != ranks_found or type(alpha) not in (int, float) or not alpha > 0 or any(
+            type(config.get(name, False)) is not bool for name in ("use_dora", "use_rslora")):
+        raise UserError(f"{folder}/adapter_config.json: expected 'r' to be the rank of the tensors ({sorted(ranks_found)}), 'lora_alpha' a "
+                        f"number above 0, 'use_dora' and 'use_rslora' true or false; found r {shown(rank)}, lora_alpha {shown(alpha)}, "
+                        f"{shown(config.get('use_dora'))} and {shown(config.get('use_rslora'))}. Download it again")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     linears = [(key, module) for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    targets = config["target_modules"]
+    targets = config.get("target_modules")
     hit = (lambda key: re.fullmatch(targets, key)) if isinstance(targets, str) else (lambda key: key.split(".")[-1] in targets)
     for key, module in linears:
         if not hit(key):
@@ -600,12 +656,20 @@ def load_prompt(folder, config, recipe, template, instruction):
         special = {**read_json(os.path.join(folder, "added_tokens.json")), **special}
     if recipe.pool == "<emb>":                                    # the authors' script adds <emb> where the tokenizer lacks it
         row = (config.get("emb_token_ids") or [special.get("<emb>", max(special.values(), default=0) + 1)])[0]
+        if "<emb>" not in special and not config.get("emb_token_ids"):
+            print(f"note: neither tokenizer.json nor config.json of {folder} names <emb>; it is taken to be the next free id, {row}, as "
+                  "the authors' script does. If this is not an Embed-RL model, its vectors mean nothing", file=sys.stderr)
         if special.setdefault("<emb>", row) != row:
             raise UserError(f"{folder}: <emb> is {special['<emb>']} in tokenizer.json but {row} in config.json (emb_token_ids)")
+    rows, longest = (config.get("text_config", config).get(name, default) for name, default in zip(
+        ("vocab_size", "max_position_embeddings"), {"clip": (49408, 77), "siglip": (32000, 64)}.get(recipe.family, (0, recipe.max_tokens))))
     end = {"clip": "<|endoftext|>", "siglip": "</s>"}.get(recipe.family)      # the text towers' last token, with --fuse sum
     for token in [*re.findall(r"<\|\w+\|>|<emb>|<disc_emb>|<gen_emb>", template), *([end] if end else [])]:
         if token not in special:
             raise UserError(f"{path}: the special token {token} is missing. Expected the tokenizer published with the model")
+        if type(special[token]) is not int or not 0 <= special[token] < rows:
+            raise UserError(f"{path}: expected a whole number below {rows} as the id of {token}, found {shown(repr(special[token]))}. "
+                            "Expected the tokenizer published with the model")
     if "<|image_pad|>" in template and special["<|image_pad|>"] != config.get("image_token_id", special["<|image_pad|>"]):
         raise UserError(f"{folder}: <|image_pad|> is {special['<|image_pad|>']} in tokenizer.json but {config['image_token_id']} in "
                         "config.json (image_token_id)")
@@ -615,7 +679,10 @@ def load_prompt(folder, config, recipe, template, instruction):
     except Exception as error:
         raise UserError(f"{path}: not a tokenizer ({shown(error)}). Download it again") from error
     prompt = types.SimpleNamespace(plain=plain, special=special, image=special.get("<|image_pad|>"), pad=special.get("<|endoftext|>", 0),
-                                   end=special.get(end), head=[], tail=[], before=None, after=None)
+                                   end=special.get(end), head=[], tail=[], before=None, after=None,
+                                   longest=min(longest, recipe.max_tokens))
+    unknown = {spec["model"].get("unk_id"), special.get(spec["model"].get("unk_token"))}
+    prompt.reserved = {number: token for token, number in special.items() if number not in unknown}
     for piece in re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")" if special else "$^", template):
         parts = piece.split("{text}")
         ids = prompt.head if prompt.before is None else prompt.tail
@@ -658,6 +725,17 @@ def load_processor(folder, config, recipe):
         if recipe.pixels and getattr(processor, name) != vision.get(key, getattr(processor, name)):
             raise UserError(f"{folder}: {name} is {getattr(processor, name)} in preprocessor_config.json, but {key} is {vision[key]} in "
                             "config.json")
+    numbers = [*processor.image_mean, *processor.image_std, processor.rescale_factor]
+    crop = dict(processor.crop_size) if recipe.family == "clip" else {}
+    if (not all(type(number) in (int, float) and math.isfinite(number) for number in numbers) or len(numbers) != 7
+            or min(processor.image_std) <= 0 or not 0 < processor.rescale_factor <= 1 or processor.resample not in range(6)
+            or not all((processor.do_resize, processor.do_rescale, processor.do_normalize))
+            or crop and (not processor.do_center_crop or {*found.values()} != {crop["height"], crop["width"]})):
+        raise UserError(f"{folder}/preprocessor_config.json: expected image_mean and image_std of three numbers, std and rescale_factor "
+                        "above 0, a resample of 0 to 5, do_resize, do_rescale and do_normalize true, for CLIP do_center_crop true and "
+                        f"crop_size equal to size; found {shown(numbers, 200)}, resample {shown(processor.resample)}, "
+                        f"{[processor.do_resize, processor.do_rescale, processor.do_normalize]}, size {shown(found)}, crop {shown(crop)}. "
+                        "Download it again")
     if isinstance(asked, dict) and found != asked or isinstance(asked, int) and asked not in found.values():
         raise UserError(f"{folder}: preprocessor_config.json asks for size {asked}, the image processor uses {found}")
     return processor
@@ -709,7 +787,7 @@ def image_size(folder, name):
         try:
             with Image.open(path) as image:
                 return image.size
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError):
+        except Exception:
             pass                                                  # open_image says what is wrong
     return open_image(folder, name).size
 
@@ -737,8 +815,8 @@ class ImageBatches:
                 pixels[name] = self.prepare(open_image(self.folder, name))
             except UserError as error:                            # a worker cannot end the run; the loop does
                 errors[name] = str(error)
-            except ValueError as error:
-                errors[name] = f"{os.path.join(self.folder, name)}: {error}"
+            except (ValueError, MemoryError) as error:
+                errors[name] = f"{os.path.join(self.folder, name)}: {error or 'no memory for it'}"
         return pixels, errors
 
 
@@ -855,8 +933,10 @@ def embed_clip(e, images, texts, side="right"):
 def embed(e, images, texts, side="right"):
     """B images and texts -> (B, D) float32 array of rows of length 1; halves the batch where the device's memory is too small for it."""
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), blamed(e.folder):
             vectors = (embed_clip if e.recipe.family in ("clip", "siglip") else embed_qwen)(e, images, texts, side).float()
+            if vectors.shape[1] != e.width:
+                raise ValueError(f"vectors have {vectors.shape[1]} dimensions, config.json says {e.width}")
             return (vectors / vectors.norm(dim=1, keepdim=True)).cpu().numpy()
     except torch.OutOfMemoryError:
         if len(images) == 1:
@@ -886,33 +966,40 @@ def plan_batches(lengths, batch_size, batch_tokens):
 
 
 def measure(entries, texts, images, recipe, prompt, processor, config, stop):
-    """Length in tokens of every entry, from image headers and tokenised questions. Returns (int array (N,), error by row number).
+    """Length in tokens of every entry, from image headers and tokenised questions. Returns (int array (N,), error by row number, rows
+    whose question a text tower cuts, bytes of each image file by name).
 
     With `stop`, the first entry that cannot be embedded is a UserError; so nothing expensive starts before every header was read.
     """
-    lengths, errors, sizes = np.zeros(len(entries), int), {}, {}
+    lengths, errors, cut, sizes, file_bytes = np.zeros(len(entries), int), {}, [], {}, {}
     for row, (key, image, _) in enumerate(tqdm(entries, desc="plan", unit="row", disable=None)):
         try:
             if image not in sizes:
                 sizes[image] = image_tokens(recipe, processor, config, *image_size(images, image))
+                file_bytes[image] = os.path.getsize(os.path.join(images, image))
             texts[row].encode()                                   # a lone surrogate from JSON is no text
             lengths[row] = sizes[image]
-        except (UserError, ValueError, ZeroDivisionError) as error:
+        except (UserError, ValueError) as error:
             message = str(error) if isinstance(error, UserError) else f"{os.path.join(images, image)}: {error}"
             errors[row] = message
             if stop:
                 raise UserError(f"item {shown(key)}: {message}") from None
-    if prompt and recipe.family not in ("clip", "siglip"):
-        for start in range(0, len(entries), 1024):
-            rows = [row for row in range(start, min(start + 1024, len(entries))) if row not in errors]
-            for row, text_ids in zip(rows, encode_texts(prompt, [texts[row] for row in rows])):
+    for start in range(0, len(entries) if prompt else 0, 1024):
+        rows = [row for row in range(start, min(start + 1024, len(entries))) if row not in errors]
+        for row, text_ids in zip(rows, encode_texts(prompt, [texts[row] for row in rows])):
+            if recipe.family in ("clip", "siglip"):               # the text tower has a sequence of its own, cut as its processor does
+                cut += [row] if len(prompt.head) + len(text_ids) >= prompt.longest else []
+            else:
                 lengths[row] += len(text_ids) + len(prompt.head) + len(prompt.tail) - 1
-                if lengths[row] > recipe.max_tokens:
-                    errors[row] = (f"its prompt has {lengths[row]:,} tokens, the model takes {recipe.max_tokens:,}; nothing is cut here, "
+                if lengths[row] > prompt.longest:
+                    errors[row] = (f"its prompt has {lengths[row]:,} tokens, the model takes {prompt.longest:,}; nothing is cut here, "
                                    "so shorten the question or leave the item out")
-                    if stop:
-                        raise UserError(f"item {shown(entries[row][0])}: {errors[row]}")
-    return lengths, errors
+            if spelled := prompt.reserved.keys() & {*text_ids}:   # SigLIP's vocabulary holds </s> as an ordinary piece too
+                errors[row] = (f"its question holds {prompt.reserved[min(spelled)]}, which this tokenizer cannot tell from the special "
+                               "token; reword the question or leave the item out")
+            if stop and row in errors:
+                raise UserError(f"item {shown(entries[row][0])}: {errors[row]}")
+    return lengths, errors, cut, file_bytes
 
 
 # ---- resume state and output ---------------------------------------------------------------------------------------------------------
@@ -936,7 +1023,7 @@ def open_state(prefix, settings, shape, places, overwrite):
                 if batch in places and check == checksum(batch, failed, rows[places[batch]]):
                     done[batch] = {int(row): error for row, error in failed.items()}
                     lines.append(line)
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, RecursionError):
                 pass                                              # counted below, and the batch is done again
         if len(lines) < len(notes):
             print(f"note: {journal}: {len(notes) - len(lines)} finished batches do not match {array}; they are done again", file=sys.stderr)
@@ -1107,9 +1194,19 @@ def prepare(args, versions):
     folder, revision, adapter, config = read_model_files(args, recipe)
     template, instruction = prompt_template(args, recipe)
     texts, touched = question_texts(args, recipe, entries, instruction)
-    prompt = load_prompt(folder, config, recipe, template, instruction) if template else None
-    processor = load_processor(folder, config, recipe)
-    lengths, errors = measure(entries, texts, args.images, recipe, prompt, processor, config, stop=args.on_error == "stop")
+    with blamed(folder):
+        prompt = load_prompt(folder, config, recipe, template, instruction) if template else None
+        processor = load_processor(folder, config, recipe)
+        image_tokens(recipe, processor, config, 64, 64)            # what fails for any size is not the fault of an image
+        vision, text = config.get("vision_config", config), config.get("text_config", config)
+        width = {"clip": config.get("projection_dim"), "siglip": vision.get("hidden_size")}.get(recipe.family, text.get("hidden_size"))
+        if type(width) is not int or width < 1:
+            raise ValueError(f"expected the width of a vector in config.json to be a whole number above 0, found {shown(repr(width))}")
+    lengths, errors, cut, file_bytes = measure(entries, texts, args.images, recipe, prompt, processor, config, args.on_error == "stop")
+    if cut:
+        touched = [entries[row][0] for row in cut]
+        print(f"note: {len(cut)} questions are cut at the text tower's {prompt.longest} tokens, first id {shown(touched[0])}",
+              file=sys.stderr)
     good = [row for row in range(len(entries)) if row not in errors]
     batches = [[good[row] for row in batch] for batch in plan_batches(lengths[good], args.batch_size, args.batch_tokens)]
     mine = range(args.shard[0], len(batches), args.shard[1])
@@ -1118,8 +1215,6 @@ def prepare(args, versions):
     if not order:
         raise UserError(f"{args.prefix}: no rows to write ({len(errors)} of {len(entries)} entries cannot be embedded, {len(batches)} "
                         f"batches for {args.shard[1]} shards). Mend the items or use fewer shards")
-    vision, text = config.get("vision_config", config), config.get("text_config", config)
-    width = {"clip": config.get("projection_dim"), "siglip": vision.get("hidden_size")}.get(recipe.family, text.get("hidden_size"))
     pool = "<gen_emb>" if args.ume_mode == "gen" else recipe.pool
     settings = {
         "format_version": FORMAT_VERSION, "embedder": args.embedder, "mode": args.mode,
@@ -1132,11 +1227,13 @@ def prepare(args, versions):
         "pooling": POOLING.get(pool, f"final-norm state at the last {pool}") + ", L2 in float32", "positions": recipe.positions,
         "pixel_limits": list(recipe.pixels or target_size(recipe, processor, 1, 1)),
         "image_policy": "first frame, EXIF rotation applied, transparency on white, 16 bit scaled to 8, Pillow bicubic",
-        "question_cut": {"characters": args.embed_rl_max_chars, "items": len(touched), "first_ids": touched[:10]}
-                        if recipe.pool == "<emb>" else None,
+        "question_cut": {**({"tokens": prompt.longest} if args.fuse == "sum" else {"characters": args.embed_rl_max_chars}),
+                         "items": len(touched), "first_ids": touched[:10]} if recipe.pool == "<emb>" or args.fuse == "sum" else None,
         "fuse": args.fuse, "attention": "sdpa", "torch_dtype": str(args.dtype).removeprefix("torch."), "device": args.device.type,
         "max_new_tokens": args.max_new_tokens if pool == "<gen_emb>" else None,
-        "items_sha256": sha256(args.items), "limit": args.limit, "entries": len(entries), "on_error": args.on_error,
+        "items_sha256": sha256(args.items),
+        "image_sizes_sha256": hashlib.sha256(json.dumps(sorted(file_bytes.items())).encode()).hexdigest(),      # file sizes
+        "limit": args.limit, "entries": len(entries), "on_error": args.on_error,
         "batch_size": args.batch_size, "batch_tokens": args.batch_tokens, "shard": f"{args.shard[0]}/{args.shard[1]}",
         "plan_sha256": hashlib.sha256(json.dumps([batches, lengths.tolist()]).encode()).hexdigest(), "versions": versions}
     padded = sum(int(lengths[batch[0]]) * len(batch) for batch in batches)
@@ -1151,9 +1248,11 @@ def load_embedder(job):
     """Load the weights; the namespace that `embed` takes."""
     args, fuse = job.args, job.args.fuse == "sum"
     sides = None if job.recipe.pixels else target_size(job.recipe, job.processor, 1, 1)
-    model = load_model(job.recipe, job.folder, job.adapter, args.dtype, args.device, fuse, job.pool == "<gen_emb>", sides)
+    with blamed(job.folder):
+        model = load_model(job.recipe, job.folder, job.adapter, args.dtype, args.device, fuse, job.pool == "<gen_emb>", sides)
     return types.SimpleNamespace(
-        model=model, recipe=job.recipe, prompt=job.prompt, processor=job.processor, device=args.device, fuse=fuse,
+        model=model, folder=job.folder, width=job.shape[1], recipe=job.recipe, prompt=job.prompt, processor=job.processor,
+        device=args.device, fuse=fuse,
         pool_id=job.prompt.special[job.pool] if job.pool.startswith("<") else None,
         generate=args.max_new_tokens if job.pool == "<gen_emb>" else 0)
 
@@ -1338,7 +1437,7 @@ def merge(args):
 
 def parse_args(argv=None):
     """Read the command line; what it contradicts itself in is a usage error (status 2)."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False,
                                      epilog="The file formats are at the top of this script.")
     add = parser.add_argument
     add("--embedder", choices=EMBEDDERS, help="which embedder's recipe to follow")
@@ -1373,7 +1472,13 @@ def parse_args(argv=None):
     add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="replace an earlier output (default: no)")
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
+    last = re.split(r"[/\\]", args.out)[-1]
+    if last in ("", ".", ".."):
+        parser.error(f"--out {shown(args.out)}: expected a prefix, as in vectors/test-clip, found a folder")
     if args.merge:
+        if other := [name for name, value in vars(args).items() if name not in ("merge", "out", "overwrite", "argv")
+                     and value != parser.get_default(name)]:
+            parser.error(f"--merge takes --out and --overwrite alone, found --{other[0].replace('_', '-')} too")
         return args
     missing = [f"--{name}" for name in ("embedder", "mode", "items", "images") if getattr(args, name) is None]
     if missing:
@@ -1387,11 +1492,14 @@ def parse_args(argv=None):
         parser.error("--adapter is for vlm2vec-v2")
     if args.instruction is not None and not any(EMBEDDERS[args.embedder].instruction):
         parser.error(f"{args.embedder} takes no instruction")
+    if args.instruction is not None and ("{text}" in args.instruction or "{instruction}" in args.instruction
+                                         or args.instruction.encode(errors="ignore").decode() != args.instruction):
+        parser.error("--instruction: expected text in UTF-8 without {text} and {instruction}, which stand for its places")
     if args.ume_mode == "gen" and not args.embedder.startswith("ume"):
         parser.error("--ume-mode gen is for ume-r1-2b and ume-r1-7b")
     if args.workers < 0 or args.embed_rl_max_chars < 0:
         parser.error("--workers and --embed-rl-max-chars take 0 or more")
-    if args.shard and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if args.shard and os.environ.get("WORLD_SIZE", "1") != "1":
         parser.error("give --shard or use torchrun, not both")
     return args
 
@@ -1417,19 +1525,20 @@ def main(argv=None):
         with locked(args.out):
             print(json.dumps(merge(args), indent=2, ensure_ascii=False))
         return
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if not args.shard:
-        args.shard = (int(os.environ.get("RANK", 0)), world) if world > 1 else (0, 1)
+    rank, local, world = ranks()
+    args.shard = args.shard or (rank, world)
     args.prefix = args.out if args.shard[1] == 1 else f"{args.out}.shard-{args.shard[0]}-of-{args.shard[1]}"
+    if os.path.realpath(args.items) in {os.path.realpath(f"{args.prefix}.{end}") for end in ("failed.jsonl", "partial.jsonl")}:
+        raise UserError(f"--out {args.out}: its output would replace the item file {args.items}. Choose another --out")
     with locked(args.prefix):
         versions = load_libraries()
-        rank = int(os.environ.get("LOCAL_RANK", 0))
+        name = args.device or (f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
         try:
-            args.device = torch.device(args.device or (f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as error:
-            raise UserError(f"--device {shown(args.device)}: {shown(error, 200)}") from None
-        if args.device.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"--device {args.device}: this torch ({torch.__version__}) finds no CUDA device. Use --device cpu")
+            args.device = torch.device(name)
+            torch.zeros(1, device=args.device).cpu()
+        except Exception as error:                                # each kind of device has errors of its own
+            found = shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+            raise UserError(f"--device {shown(name)}: not usable here ({found}). Use --device cpu") from None
         args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32"))
         print(json.dumps(extract(args, versions), indent=2, ensure_ascii=False))
 

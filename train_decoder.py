@@ -84,9 +84,12 @@ def shown(text, width=80):
 def sha256(path):
     """SHA-256 of a file's bytes, hexadecimal, read in 1 MiB pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}). Check the path, or make the file again") from None
     return digest.hexdigest()
 
 
@@ -108,7 +111,7 @@ def write_atomic(path, write):
 
 def cannot_write(path, error):
     """The UserError for a write that the system refused (disk full, file-size limit, no permission)."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(path) or "."               # not abspath: the working directory itself may be gone
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return UserError(f"{path}: cannot write ({error.strerror or error}); {free:,} bytes free there. Make room or choose another "
                      "output, then run the same command again; files written before are unchanged")
@@ -148,6 +151,8 @@ def json_parser():
     decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
+        if data.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("a byte order mark; save the file as UTF-8 without one")
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
             shallow(value)
@@ -178,6 +183,8 @@ def read_json(path):
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     parse = json_parser()
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a regular file, which can be read twice (for its hash), found none. Write it to a file")
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -268,20 +275,25 @@ def locked(output):
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                  # closed by the caller (>&-)
+            setattr(sys, name, open(os.devnull, "w"))
     with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
         sys.exit(status)
-    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+    except (UserError, OSError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+            error = UserError(f"{error.filename}: {error.strerror}. Check the path")
+        elif isinstance(error, OSError):                # a refusal of the system that nothing above turned into words
+            if error.filename is None:                  # standard output; what is left for it would fail once more at the exit
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error = cannot_write(error.filename or "standard output", error)
+        # its lines may hold names from data: no control character reaches the terminal
         print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:                            # a refusal of the system that nothing above turned into words
-        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -379,6 +391,18 @@ def unsealed(text):
 # ---- end of shared block: partial ----
 
 
+# ---- shared block: ranks (identical in every script that has it; a test compares) ----
+def ranks():
+    """(rank, rank on this machine, number of ranks) as torchrun sets them; (0, 0, 1) without it."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    found = [os.environ.get(name, default) for name, default in names.items()]
+    if not all(text.isascii() and text.isdigit() for text in found) or not int(found[0]) < int(found[2]):
+        raise UserError(f"environment: expected whole numbers in {', '.join(names)} with RANK below WORLD_SIZE, found "
+                        f"{', '.join(shown(repr(text), 20) for text in found)}. Start with torchrun, or unset them")
+    return tuple(map(int, found))
+# ---- end of shared block: ranks ----
+
+
 def load_libraries():
     """Import torch and transformers. They take seconds, so this waits until the command line and the cheap checks have passed."""
     global torch, transformers, safetensors
@@ -399,7 +423,7 @@ def versions():
 
 def log(text):
     """A line on standard error, from the first rank only, without tearing the progress bar."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if ranks()[0] == 0:
         tqdm.write(text, file=sys.stderr)
 
 
@@ -784,13 +808,13 @@ def peak_memory(device):
 
 def start_ranks(device):
     """Join the process group where torchrun started several processes. Returns (rank, number of ranks, device)."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, local, world = ranks()
     if device == "auto":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:                          # each kind of device has errors of its own
         raise UserError(f"--device {device}: not usable here ({shown(str(error).splitlines()[0])}). Use auto or cpu") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -1148,7 +1172,7 @@ def fit(args):
         del signature["decoder"]                        # the same folder under another path is the same decoder
     if os.path.realpath(args.decoder) == os.path.realpath(args.out):
         raise UserError(f"--out {args.out}: is the decoder's own folder. Choose another output")
-    with locked(args.out) if int(os.environ.get("RANK", 0)) == 0 else contextlib.nullcontext():
+    with locked(args.out) if ranks()[0] == 0 else contextlib.nullcontext():
         state = None if args.overwrite else look_at_output(args, signature)
         if state and "summary" in state:
             log(f"{args.out}: already fitted with these inputs and choices; nothing to do")
@@ -1562,7 +1586,7 @@ def positive(text):
 
 def parse_args(argv=None):
     """Read the command line; combinations that make no sense end with status 2."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     both = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 
@@ -1668,7 +1692,7 @@ def main(argv=None):
     args = parse_args(argv)
     log(f"arguments: {json.dumps(vars(args))}")
     result = fit(args) if args.command == "fit" else predict(args)
-    if int(os.environ.get("RANK", 0)) == 0:             # the other ranks of torchrun have nothing to add
+    if ranks()[0] == 0:                                 # the other ranks of torchrun have nothing to add
         print(json.dumps(result, ensure_ascii=False))
 
 

@@ -72,9 +72,12 @@ def shown(text, width=80):
 def sha256(path):
     """SHA-256 of a file's bytes, hexadecimal, read in 1 MiB pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read ({error.strerror}). Check the path, or make the file again") from None
     return digest.hexdigest()
 
 
@@ -96,7 +99,7 @@ def write_atomic(path, write):
 
 def cannot_write(path, error):
     """The UserError for a write that the system refused (disk full, file-size limit, no permission)."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(path) or "."               # not abspath: the working directory itself may be gone
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return UserError(f"{path}: cannot write ({error.strerror or error}); {free:,} bytes free there. Make room or choose another "
                      "output, then run the same command again; files written before are unchanged")
@@ -136,6 +139,8 @@ def json_parser():
     decode = json.JSONDecoder(parse_constant=constant, parse_int=whole, parse_float=real, object_pairs_hook=once).decode
 
     def parse(data):
+        if data.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("a byte order mark; save the file as UTF-8 without one")
         value = decode(data.decode("utf-8"))
         if data.count(b"[") + data.count(b"{") > MAX_LEVELS:
             shallow(value)
@@ -166,6 +171,8 @@ def read_json(path):
 def read_jsonl(path):
     """Yield (line number, object) for each line of a JSONL file; a bad line is a UserError with file and line number."""
     parse = json_parser()
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: expected a regular file, which can be read twice (for its hash), found none. Write it to a file")
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -256,20 +263,25 @@ def locked(output):
 
 def run(main, resume_hint):
     """Call `main` and turn its end into an exit status: 0 done, 1 failed with a message, 130 interrupted with a word on how to go on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                  # closed by the caller (>&-)
+            setattr(sys, name, open(os.devnull, "w"))
     with contextlib.suppress(AttributeError):           # names of files need not be text; a table should not end in a traceback for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()                              # here, where a full disk or a closed pipe behind it can still be said
         sys.exit(status)
-    except UserError as error:                          # its lines may hold names from data: no control character reaches the terminal
+    except (UserError, OSError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+            error = UserError(f"{error.filename}: {error.strerror}. Check the path")
+        elif isinstance(error, OSError):                # a refusal of the system that nothing above turned into words
+            if error.filename is None:                  # standard output; what is left for it would fail once more at the exit
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error = cannot_write(error.filename or "standard output", error)
+        # its lines may hold names from data: no control character reaches the terminal
         print("error: " + "\n".join(shown(line, 10_000) for line in str(error).split("\n")), file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:                            # a refusal of the system that nothing above turned into words
-        if error.filename is None:                      # standard output; what is left for it would fail once more at the exit
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {cannot_write(error.filename or 'standard output', error)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted. {resume_hint}", file=sys.stderr)
@@ -297,17 +309,22 @@ def open_image(folder, name):
         with Image.open(path) as image:
             image.load()
             image = ImageOps.exif_transpose(image)
+            clear = image.info.get("transparency")
             if image.mode == "F" or image.mode.startswith("I"):  # Pillow's own conversion clips these at 255
                 values = np.asarray(image).astype(np.float64)
+                if not (values.min() >= 0 and values.max() <= 65535):     # NaN fails too
+                    raise ValueError(f"expected numbers from 0 to 65535, found {values.min()} to {values.max()}")
                 top = 1.0 if image.mode == "F" and values.max() <= 1 else 255.0 if values.max() <= 255 and image.mode in "IF" else 65535.0
                 image = Image.fromarray(np.clip(values / top * 255 + 0.5, 0, 255).astype(np.uint8))
+                if isinstance(clear, int):              # the one grey value that a PNG calls transparent
+                    image.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
             return image.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"{os.path.join(folder, name)}: image not found") from None
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error, Image.DecompressionBombError) as error:
+    except Exception as error:                          # Pillow's many readers raise errors of many kinds
         size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else "no file"
         raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({shown(error)}); {size}. "
                         "Replace it, or skip it with --on-error skip where there is one") from None

@@ -817,6 +817,184 @@ def bad_adapter(folders, tmp_path):
     return folder
 
 
+DAMAGE = [                                                         # folder, file, what is changed in its JSON, embedder
+    ("qwen3", "config.json", lambda c: c.update(vision_config=None), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c.update(text_config=[]), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c.pop("text_config"), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c["text_config"].update(hidden_size="192"), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c["text_config"].update(hidden_size=None), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c["vision_config"].update(num_heads=7), "qwen3-vl-embedding-2b"),
+    ("qwen3", "config.json", lambda c: c.pop("image_token_id"), "qwen3-vl-embedding-2b"),
+    ("rl", "config.json", lambda c: c.update(emb_token_ids=5), "embed-rl-2b"),
+    ("rl", "config.json", lambda c: c.update(emb_token_ids=[-3]), "embed-rl-2b"),
+    ("rl", "config.json", lambda c: c.update(emb_token_ids=[10 ** 9]), "embed-rl-2b"),
+    ("clip", "config.json", lambda c: c.update(projection_dim=None), "clip"),
+    ("clip", "config.json", lambda c: c.update(projection_dim="128"), "clip"),
+    ("clip", "config.json", lambda c: c["vision_config"].update(patch_size=0), "clip"),
+    ("clip", "config.json", lambda c: c["vision_config"].update(patch_size="16"), "clip"),
+    ("qwen3", "tokenizer.json", lambda c: c.update(added_tokens=None), "qwen3-vl-embedding-2b"),
+    ("qwen3", "tokenizer.json", lambda c: c.update(added_tokens=[5]), "qwen3-vl-embedding-2b"),
+    ("qwen3", "tokenizer.json", lambda c: [token.pop("id") for token in c["added_tokens"]], "qwen3-vl-embedding-2b"),
+    ("qwen3", "tokenizer.json", lambda c: c["added_tokens"][1].update(id=99999), "qwen3-vl-embedding-2b"),
+    ("qwen3", "tokenizer.json", lambda c: c["added_tokens"][1].update(id="7"), "qwen3-vl-embedding-2b"),
+    *(("qwen3" if name[0] != "c" else "clip", "preprocessor_config.json", lambda c, pair=pair: c.update(pair), "qwen3-vl-embedding-2b" if name[0] != "c" else "clip")
+      for name, pair in [("q", {"image_mean": None}), ("q", {"image_mean": [0.5, 0.5]}), ("q", {"image_mean": "x"}), ("q", {"image_std": [0.5, 0, 0.5]}),
+                         ("q", {"rescale_factor": 0}), ("q", {"rescale_factor": 1.5}), ("q", {"rescale_factor": "x"}), ("q", {"resample": 99}),
+                         ("q", {"do_normalize": False}), ("q", {"do_rescale": False}), ("q", {"do_resize": False}),
+                         ("c", {"do_center_crop": False}), ("c", {"crop_size": None}), ("c", {"size": 10 ** 6}), ("c", {"rescale_factor": 0})]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(DAMAGE)))
+def test_changed_values_in_a_model_folder_are_an_error_that_names_it(extract, data, folders, tmp_path, case):
+    """No traceback, no vectors that mean something else, no blame on an image: whatever is changed in the small files of a model."""
+    name, file, change, embedder = DAMAGE[case]
+    folder = copy(getattr(folders, name), tmp_path / "model")
+    value = json.loads((folder / file).read_text())
+    change(value)
+    (folder / file).write_text(json.dumps(value))
+    with pytest.raises(extract.UserError) as found:
+        call(extract, data, embedder, "visual_only", folder, tmp_path / "o", "--limit", 2)
+    assert str(folder) in str(found.value) and ".png" not in str(found.value)
+    assert not (tmp_path / "o.meta.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"r": 8}, {"r": -4}, {"r": 0}, {"r": "4"}, {"r": None}, {"lora_alpha": 0}, {"lora_alpha": None}, {"use_rslora": "false"},
+                                    {"target_modules": None}, {"target_modules": "("}], ids=str)
+def test_an_adapter_whose_scale_cannot_be_right_is_refused(extract, data, folders, tmp_path, change):
+    adapter = copy(folders.lora, tmp_path / "adapter")
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(extract.UserError, match="adapter|does not fit"):
+        call(extract, data, "vlm2vec-v2", "visual_only", folders.qwen2, tmp_path / "o", "--adapter", adapter, "--limit", 2)
+
+
+def test_weights_that_are_loaded_are_the_ones_that_are_hashed(extract, data, folders, tmp_path):
+    folder = copy(folders.qwen3, tmp_path / "model")
+    shutil.copy(folders.lora / "adapter_model.safetensors", folder)                # a stray one: not loaded, so not hashed
+    assert extract.weight_files(folder) == ["model.safetensors"] and extract.weight_files(folders.lora) == ["adapter_model.safetensors"]
+    os.rename(folder / "model.safetensors", tmp_path / "outside.safetensors")
+    shutil.copy(tmp_path / "outside.safetensors", folder / "model-00001-of-00002.safetensors")
+    for name in ("../outside.safetensors", "model-00002-of-00002.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+        with pytest.raises(extract.UserError, match="index.json: lists .*no file of this folder"):
+            call(extract, data, "qwen3-vl-embedding-2b", "visual_only", folder, tmp_path / "o", "--limit", 2)
+
+
+def test_embed_rl_says_so_where_no_file_names_its_token(extract, data, folders, tmp_path, capsys):
+    call(extract, data, "embed-rl-2b", "visual_only", folders.qwen3, tmp_path / "o", "--limit", 2)     # no Embed-RL model
+    assert "names <emb>; it is taken to be the next free id" in capsys.readouterr().err
+
+
+def test_images_of_another_size_count_as_other_settings(extract, data, folders, tmp_path, monkeypatch):
+    """On a resume, on the same command again and between shards; the pixel sizes are the same, so the plan alone would not show it."""
+    from PIL import Image
+    images = shutil.copytree(data.images, tmp_path / "images")
+    own = SimpleNamespace(path=data.path, images=images)
+
+    def repaint():
+        path = images / data.items[0]["image"]
+        with Image.open(path) as image:
+            size = image.size
+        noise = np.random.default_rng(os.path.getsize(path)).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        Image.fromarray(noise).save(path)
+    call(extract, own, "clip", "visual_only", folders.clip, tmp_path / "o")
+    extract.main(["--embedder", "clip", "--mode", "visual_only", "--items", str(own.path), "--images", str(images), "--model", str(folders.clip), "--out",
+                  str(tmp_path / "s"), "--device", "cpu", "--workers", "0", "--batch-size", "1", "--shard", "0/2"])
+    interrupted(extract, monkeypatch, 2, own, "clip", "visual_only", folders.clip, tmp_path / "r", "--batch-size", 1)
+    repaint()
+    for out in ("o", "r"):
+        with pytest.raises(extract.UserError, match="image_sizes_sha256"):
+            call(extract, own, "clip", "visual_only", folders.clip, tmp_path / out, *(["--batch-size", 1] if out == "r" else []))
+    extract.main(["--embedder", "clip", "--mode", "visual_only", "--items", str(own.path), "--images", str(images), "--model", str(folders.clip), "--out",
+                  str(tmp_path / "s"), "--device", "cpu", "--workers", "0", "--batch-size", "1", "--shard", "1/2"])
+    with pytest.raises(extract.UserError, match="other settings than shard 0 .*image_sizes_sha256"):
+        extract.main(["--merge", "2", "--out", str(tmp_path / "s")])
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_fused_questions_that_are_cut_are_counted(extract, data, folders, tmp_path, capsys, family):
+    items = [{**data.items[0], "id": "long", "question": "What colour is the sign? " * 20}, {**data.items[0], "id": "short", "question": "What?"}]
+    write_items(tmp_path / "items.jsonl", items)
+    own = SimpleNamespace(path=tmp_path / "items.jsonl", images=data.images)
+    meta = call(extract, own, family, "vl_joint", getattr(folders, family), tmp_path / "o", "--fuse", "sum")[2]
+    assert meta["question_cut"] == {"tokens": 24, "items": 1, "first_ids": ["long"]} and "1 questions are cut" in capsys.readouterr().err
+
+
+def test_a_unigram_vocabulary_cannot_smuggle_in_a_special_token(extract, tmp_path):
+    """SigLIP's vocabulary holds </s> as an ordinary piece, so taking out the added tokens is not enough; an unknown letter is still fine."""
+    from tokenizers import Tokenizer, models
+    letters = [(letter, -5.0) for letter in "abcdefgh </>s?"]
+    tokenizer = Tokenizer(models.Unigram([("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *letters], unk_id=2))
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    recipe = extract.EMBEDDERS["siglip"]
+    prompt = extract.load_prompt(str(tmp_path), {}, recipe, "{text}", "")
+    entries, texts = [(f"q{i}", "a.png", None) for i in range(3)], ["a </s> b", "ab", "a \u2603 b"]
+    from PIL import Image
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    processor = SimpleNamespace(size={"width": 14, "height": 14})
+    errors = extract.measure(entries, texts, str(tmp_path), recipe, prompt, processor, {}, False)[1]
+    assert list(errors) == [0] and "holds </s>" in errors[0]
+
+
+@pytest.mark.parametrize("values", [{"RANK": "x"}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "x"}, {"RANK": "-1", "WORLD_SIZE": "2"},
+                                    {"RANK": "5", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "-3"}], ids=str)
+def test_ranks_that_torchrun_would_not_set_are_refused(extract, data, folders, tmp_path, monkeypatch, values):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(extract.UserError, match="environment: expected whole numbers"):
+        call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "o")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu", "vulkan", "mkldnn", "fpga", "cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_one_line(extract, data, folders, tmp_path, device):
+    with pytest.raises(extract.UserError, match=f"--device {device}: not usable here"):
+        call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "o", "--device", device)
+
+
+def test_inputs_that_cannot_be_read_twice_or_would_be_replaced_are_refused(extract, data, folders, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    shutil.copy(data.path, tmp_path / "o.failed.jsonl")
+    for path, word in ((tmp_path / "pipe", "regular file"), (tmp_path / "o.failed.jsonl", "would replace the item file")):
+        with pytest.raises(extract.UserError, match=word):
+            call(extract, SimpleNamespace(path=path, images=data.images), "clip", "visual_only", folders.clip, tmp_path / "o")
+    assert (tmp_path / "o.failed.jsonl").read_bytes() == Path(data.path).read_bytes()
+    with pytest.raises(extract.UserError, match="--revision .* is a folder"):
+        call(extract, data, "clip", "visual_only", folders.clip, tmp_path / "o", "--revision", "main")
+
+
+@pytest.mark.parametrize("values,mode", [([0, np.nan], "F"), ([0, np.inf], "F"), ([-5, 9], "F"), ([0, 70000], "I"), ([-9, 70], "I")], ids=str)
+def test_numbers_that_are_no_brightness_are_refused(extract, tmp_path, values, mode):
+    from PIL import Image
+    Image.fromarray(np.array([values], {"F": np.float32, "I": np.int32}[mode])).save(tmp_path / "a.tif")
+    with pytest.raises(extract.UserError, match="a.tif: cannot read this image .expected numbers from 0 to 65535"):
+        extract.open_image(str(tmp_path), "a.tif")
+
+
+def test_the_transparent_grey_of_a_16_bit_png_is_white(extract, tmp_path):
+    from PIL import Image
+    Image.fromarray(np.array([[1000, 65535, 0]], np.uint16)).save(tmp_path / "a.png", transparency=1000)
+    assert np.asarray(extract.open_image(str(tmp_path), "a.png"))[0, :, 0].tolist() == [255, 255, 0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ZeroDivisionError, KeyError, MemoryError, AttributeError])
+@pytest.mark.parametrize("where", ["open", "load"])
+def test_whatever_a_reader_of_pillow_raises_names_the_file(extract, data, tmp_path, monkeypatch, error, where):
+    """Damaged AVIF, DDS, BLP and EMF files raise errors of many kinds; with --on-error skip such an item is listed like any other."""
+    from PIL import Image, ImageFile
+
+    def broken(*_, **__):
+        raise error("broken")
+    monkeypatch.setattr(*((Image, "open") if where == "open" else (ImageFile.ImageFile, "load")), broken)
+    name = data.items[0]["image"]
+    with pytest.raises(extract.UserError, match=f"{name}: cannot read this image"):
+        extract.open_image(str(data.images), name)
+    pixels, errors = extract.ImageBatches([[name]], str(data.images), lambda image: image)[0]
+    assert not pixels and "cannot read this image" in errors[name]
+
+
 def test_code_in_a_model_folder_is_never_run(extract, data, folders, tmp_path):
     folder = copy(folders.qwen3, tmp_path / "remote")
     config = json.loads((folder / "config.json").read_text())
@@ -854,10 +1032,14 @@ def test_clip_weights_as_a_safe_bin_file(extract, data, folders, tmp_path):
     (["--embedder", "embed-rl-2b", "--mode", "visual_only", "--ume-mode", "gen"], "--ume-mode gen is for"),
     (["--embedder", "clip", "--mode", "visual_only", "--shard", "2/2"], "0 <= I < N"), (["--embedder", "nope", "--mode", "visual_only"], "invalid choice"),
     (["--embedder", "clip", "--mode", "visual_only", "--limit", "0"], "above 0"), ([], "required"),
+    (["--embedder", "clip", "--mode", "visual_only", "--out", "folder/"], "expected a prefix"),
+    (["--embedder", "clip", "--mode", "visual_only", "--merge", "2"], "--merge takes --out and --overwrite alone, found --embedder"),
+    (["--embedder", "vlm2vec-v2", "--mode", "visual_only", "--instruction", "{text}"], "stand for its places"),
+    (["--embedder", "vlm2vec-v2", "--mode", "visual_only", "--instruction", "bad\udcff"], "UTF-8"),
 ])
 def test_wrong_command_lines_are_status_2(extract, capsys, argv, word):
     with pytest.raises(SystemExit) as stop:
-        extract.parse_args([*argv, "--items", "i", "--images", "d", "--out", "o"] if argv else ["--out", "o"])
+        extract.parse_args(["--items", "i", "--images", "d", "--out", "o", *argv] if argv else ["--out", "o"])
     assert stop.value.code == 2 and word in capsys.readouterr().err
 
 

@@ -225,6 +225,7 @@ ITEM_LINES = {  # name: (a line of the item file, words of the error)
     "a line of 50 MB": (b'{"id": "q1", "question": "' + b"x" * 50_000_000 + b'"}\n', "line 2: expected at most 16,777,216 bytes"),
     "a million empty lists": (b'{"id": "q1", "answers": [' + b"[]," * 1_000_000 + b"[]]}\n", "q1|'answers'"),
     "an id of 1 MB": (item(1, id="q" * 1_000_000 + "\n"), "qqqq"),
+    "a byte order mark": (b"\xef\xbb\xbf" + json.dumps(item(1)).encode() + b"\n", "line 2: .*byte order mark"),
     "a torn line": (b'{"id": "q1", "image": "1.p', "line 2: .*torn"),
 }
 
@@ -245,6 +246,29 @@ def test_hostile_items_are_refused_by_every_script(here, attack):
     assert sorted(os.listdir(here)) == sorted([".attempt.err", ".attempt.out", "images", "items.jsonl", "p.jsonl", "p.meta.json", "r",
             "t.ids.txt",
                                               "t.meta.json", "t.npy", *(["o"] if os.path.isdir(f"{here}/o") else [])])
+
+
+def test_an_item_file_that_is_a_pipe_is_refused_by_every_script(here):
+    """It could be read only once, and the hash of what is left would be that of nothing."""
+    os.rename(f"{here}/items.jsonl", f"{here}/real.jsonl")
+    os.mkfifo(f"{here}/items.jsonl")
+    for name in READ_ITEMS:
+        refused(attempt(*READ_ITEMS[name], here), "items.jsonl: expected a regular file")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_closed_outputs_and_no_docstrings(here, script):
+    """`>&-`, `2>&-` and `python -OO` change what can be said, not the exit status."""
+    python, script = sys.executable, os.path.join(ROOT, script)
+    for words, status in ((f"{python} {script} --help >&-", 0), (f"{python} {script} --nonsense 2>&-", 2), (f"{python} -OO {script} --help", 0)):
+        done = subprocess.run(["bash", "-c", words], cwd=here, capture_output=True, text=True)
+        assert done.returncode == status and "Traceback" not in done.stderr, (words, done.returncode, done.stderr[-2000:])
+    if script.endswith("evaluate.py"):
+        words = f"{python} {script} --items items.jsonl --predictions p.jsonl --bootstrap 100"
+        for end, status in (("--out s >&-", 0), ("--out t 2>&-", 0), (">/dev/full", 1)):
+            done = subprocess.run(["bash", "-c", f"{words} {end}"], cwd=here, capture_output=True, text=True)
+            assert done.returncode == status and "Traceback" not in done.stderr, (end, done.returncode, done.stderr[-2000:])
+        assert os.path.exists(f"{here}/s/scores.json") and os.path.exists(f"{here}/t/scores.json")
 
 
 LONG = "\n".join(["What?", "A. x", "A." + " " * 400_000 + "y", "B.\tx" + " \t" * 200_000 + "z", "blanks " + " " * 200_000])
