@@ -429,6 +429,17 @@ def unsealed(text):
         line = json.loads(text)
         found = {name: value for name, value in line.items() if name != "crc32"}
         return found if sealed(found) == line else None
+
+
+def hash_decoder(name):
+    """One hash over the files of a local decoder folder; None for a hub id, whose revision is recorded once it is loaded."""
+    if not os.path.isdir(name):
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(os.listdir(name)):
+        if file.endswith((".safetensors", ".json", ".txt", ".jinja")) and os.path.isfile(os.path.join(name, file)):
+            digest.update(f"{file} {sha256(os.path.join(name, file))}\n".encode())
+    return digest.hexdigest()
 # ---- end of shared block: partial ----
 
 
@@ -765,6 +776,14 @@ def text_only_plan(args):
     if record.get("train_items_sha256") != sha256(args.train_items):
         raise UserError(f"{args.train_items}: expected the items that {args.readout} was trained on, found others (by SHA-256). A "
                         "text-only readout from other items is no control: give the same with --train-items")
+    signature, digest = record.get("signature", {}), hash_decoder(args.decoder)
+    other = signature.get("decoder_sha256", digest) != digest if digest else signature.get("decoder", args.decoder) != args.decoder
+    if other:
+        raise UserError(f"--decoder {args.decoder}: expected the one that {args.readout} was trained from (signature in readout.json), "
+                        "found another, so their bits cannot be compared. Give the same")
+    if signature.get("exclude_ids_sha256") and "--exclude-ids" not in args.fit_flags:
+        raise UserError(f"{args.readout} was trained with --exclude-ids, text_only would see the items that it left out. Give the same "
+                        "file: --fit-flags \"--exclude-ids FILE\"")
     return fit_plan(args, "--no-embedding", *flags_of(record.get("arguments", {}), REPLAYED))
 
 
@@ -782,14 +801,28 @@ def fit(args, name, plan):
 
 
 def check_text_only(args):
-    """A given text-only readout must be one, and from the items that the readout under test was trained on."""
-    given, tested = (read_json(os.path.join(folder, "readout.json")) for folder in (args.text_only_readout, args.readout))
+    """A given text-only readout must be one, from the decoder and the items that the readout under test was trained on."""
+    given = read_json(os.path.join(args.text_only_readout, "readout.json"))
+    if args.command == "run":
+        against, tested = args.readout, read_json(os.path.join(args.readout, "readout.json"))
+    else:                                               # the curve's readouts are trained here
+        against, digest = "the curve's readouts", hash_decoder(args.decoder)
+        tested = {"train_items_sha256": sha256(args.train_items), "arguments": given.get("arguments", {}),
+                  "signature": {"decoder_sha256": digest} if digest else {"decoder": args.decoder}}
     if given.get("tokens") != 0:
         raise UserError(f"{args.text_only_readout}: expected a readout trained with fit --no-embedding, found one with "
                         f"{shown(given.get('tokens'))} soft tokens. Check --text-only-readout")
     if given.get("train_items_sha256") != tested.get("train_items_sha256"):
-        raise UserError(f"{args.text_only_readout}: trained on other items than {args.readout} (train_items_sha256 in readout.json). "
+        raise UserError(f"{args.text_only_readout}: trained on other items than {against} (train_items_sha256 in readout.json). "
                         "Train it on the same items")
+    ours, theirs = given.get("signature", {}), tested.get("signature", {})
+    if any(name in ours and name in theirs and ours[name] != theirs[name] for name in ("decoder_sha256", "decoder")):
+        raise UserError(f"{args.text_only_readout}: trained from another decoder than {against} (signature in readout.json), so their bits "
+                        "cannot be compared. Train it from the same --decoder")
+    if args.command == "run" and (left := [name for name in ("exclude_ids", "failed") if ours.get(f"{name}_sha256") != theirs.get(
+            f"{name}_sha256")]):
+        print(f"note: {args.text_only_readout} was trained with another --{' and --'.join(left).replace('_', '-')} than {against}, so on "
+              "other items of the same file", file=sys.stderr)
     names = [name for name in REPLAYED if given.get("arguments", {}).get(name) != tested.get("arguments", {}).get(name)]
     if names:
         print(f"note: {args.text_only_readout} was trained with another {', '.join(names)} than {args.readout}; text_only then differs in "
@@ -937,6 +970,10 @@ def read_visual_only(args, meta):
     if (found.get("embedder"), found.get("mode")) != (meta["embedder"], "visual_only") or not isinstance(found.get("leak_check"), dict):
         raise UserError(f"{path}: expected a controls.py run of {shown(meta['embedder'])} in visual_only, found "
                         f"{shown(found.get('embedder'))} in {shown(found.get('mode'))}. Check --visual-only-run")
+    inputs = found.get("inputs") if isinstance(found.get("inputs"), dict) else {}
+    if (inputs.get("items"), inputs.get("limit")) != (sha256(args.items), args.limit):
+        raise UserError(f"{path}: expected a run on the items of {args.items} with --limit {args.limit}, found other items or --limit "
+                        f"{shown(inputs.get('limit'))}. Run both on the same")
     number = (int, float, type(None))
     for column in found["leak_check"].values():
         for group in column.values() if isinstance(column, dict) else [None]:
@@ -1003,6 +1040,8 @@ def run_curve(args):
     failed = list(read_failed(args.failed).values())
     for condition, budget in budgets.items():
         before, given = len(args.commands), args.text_only_readout if budget is None else None
+        if given:
+            check_text_only(args)
         plan = (hashes_of_readout(given) if given else fit_plan(args, "--no-embedding", *common) if budget is None else
                 fit_plan(args, "--transform", budget.replace("+", ","), *common))
         if finished(args, condition, {**base, "plan": plan}):
@@ -1281,6 +1320,16 @@ def parse_args(argv=None):
 
 def check_args(parser, args):
     """End with status 2 where the command line contradicts itself or a control lacks a flag that it needs."""
+    for name, value in vars(args).items():
+        if value == "" and parser.get_default(name) != "" and not name.endswith("_flags"):
+            parser.error(f"--{name.replace('_', '-')}: expected a name, found an empty text (a variable that is not set?)")
+        if name.endswith("_flags"):
+            try:
+                shlex.split(value or "")
+            except ValueError as error:
+                parser.error(f"--{name.replace('_', '-')}: {error}")
+    if not 0 <= args.seed < 2 ** 32 or args.bootstrap and not 100 <= args.bootstrap <= 1_000_000:
+        parser.error("--seed is a whole number from 0 to 4,294,967,295, --bootstrap one from 100 to 1,000,000")
     if args.command == "curve":
         args.budgets = None if args.budgets is None else args.budgets.split(",")
         good = {budget for budget in args.budgets or [] if re.fullmatch(BUDGET, budget)}

@@ -72,6 +72,8 @@ ARTICLE_LIKE = re.compile(r"\s+(?!(?:and|or|but)\b)[a-z]")  # after A or I: they
 LARGE = 5_000                                           # distinct cluster values from which the normal limit stands in for resampling
 TESTED = {"Python": "3.11.", "numpy": "2."}            # another version gets a note, no refusal
 CONDITIONS = ("matched", "raw_image", "text_only", "text_only_ablated", "zero", "shuffled")  # order of the rows; others follow
+PAPER_FIELDS = ("embedder", "mode", "condition", "source", "note", "n", "score")      # of a row; other keys are domains
+
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
@@ -563,7 +565,9 @@ def expand(patterns, notes):
             raise UserError(f"--predictions {shown(pattern)}: expected a file F.jsonl, or a glob of such with F.meta.json beside them, "
                             f"found {len(found)} .jsonl files, none with a sidecar. Check the path, or name such files in full")
         for path in sorted(kept):
-            paths.setdefault(os.path.realpath(path), path)
+            known = paths.setdefault(os.path.realpath(path), path)
+            if os.path.exists(sidecar(path)) and not os.path.exists(sidecar(known)):      # of two names, the one with a sidecar
+                paths[os.path.realpath(path)] = path
     if skipped:
         notes.append(f"{len(skipped)} .jsonl files that the globs match have no .meta.json beside them and were left out")
     return sorted(paths.values())
@@ -829,8 +833,9 @@ def build_tables(report, paper):
     body = [[*label(row), count(row), overall(row["overall"]), score(row["domain_mean"]), *map(score, row["by_domain"].values()),
              row["file"]] for row in rows]
     for row in paper.get("rows", []):
+        domains = [None if name in PAPER_FIELDS else row.get(name) for name in groups["domain"]]
         body.append([f"{row.get('embedder') or '-'} (paper)", row.get("mode") or "-", row.get("condition") or "-",
-                     figure(row.get("n"), digits=0), figure(row.get("score")), "-", *(figure(row.get(name)) for name in groups["domain"]),
+                     figure(row.get("n"), digits=0), figure(row.get("score")), "-", *map(figure, domains),
                      f"published, {row.get('source') or paper.get('source') or 'source not given'}"])
     tables = [("Score, 0-100, with 95% interval", [*names, "n", "all items", "mean of domains", *groups["domain"], "file"], body),
               ("Score per source", [*names, *groups["source"]], [[*label(row), *map(score, row["by_source"].values())] for row in rows])]
@@ -894,7 +899,7 @@ def read_paper(path):
         raise UserError(f"{path}: expected a list of objects in 'rows', found {shown(repr(paper.get('rows')))}")
     for number, row in enumerate([paper, *paper["rows"]]):
         for key, value in row.items():
-            text = key in ("embedder", "mode", "condition", "source", "note")
+            text = key in PAPER_FIELDS[:5]
             if not (value is None or isinstance(value, str if text else (int, float)) or number == 0 and key != "source"):
                 raise UserError(f"{path} row {number}: expected {'a text' if text else 'a number'} or null in '{shown(key)}', "
                                 f"found {shown(repr(value))}")
@@ -915,10 +920,10 @@ def write_scores(path, rows, items):
 
 # ---- main ----
 def parse_args(argv=None):
-    def whole(low):
+    def whole(low, high):
         def number(text):
-            if not text.isdecimal() or int(text) < low:
-                raise argparse.ArgumentTypeError(f"expected a whole number of {low} or more, found {shown(text)}")
+            if not text.isdecimal() or len(text) > 10 or not low <= int(text) <= high:
+                raise argparse.ArgumentTypeError(f"expected a whole number from {low:,} to {high:,}, found {shown(text)}")
             return int(text)
         return number
     parser = argparse.ArgumentParser(description="Score predictions, with intervals and paired differences.", allow_abbrev=False)
@@ -927,13 +932,17 @@ def parse_args(argv=None):
     parser.add_argument("--out", metavar="DIR", help="folder for scores.json and scores.jsonl, replaced if there (default: write no file)")
     parser.add_argument("--pair", nargs=2, action="append", default=[], metavar=("A", "B"), help="two files: also report A - B; repeatable")
     parser.add_argument("--partial", action="store_true", help="accept files that lack items; every table says so (default: an error)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of the resampling (default: 0)")
-    parser.add_argument("--bootstrap", type=whole(100), default=10_000, help="resamples for intervals, sign flips for p (default: 10000)")
+    parser.add_argument("--seed", type=whole(0, 2 ** 32 - 1), default=0, help="seed of the resampling (default: 0)")
+    parser.add_argument("--bootstrap", type=whole(100, 1_000_000), default=10_000,
+                        help="resamples for intervals, sign flips for p (default: 10000)")
     parser.add_argument("--paper", metavar="FILE", help="published figures, added as marked rows, such as results/paper.json")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--latex", action="store_true", help="print the tables as LaTeX (default: Markdown)")
     form.add_argument("--csv", action="store_true", help="print one CSV with a line for each row and group (default: Markdown)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if "" in (args.items, args.out, args.paper, *args.predictions):
+        parser.error("expected a name after --items, --predictions, --out and --paper, found an empty text (a variable that is not set?)")
+    return args
 
 
 def main(argv=None):

@@ -1472,6 +1472,9 @@ def parse_args(argv=None):
     add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="replace an earlier output (default: no)")
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
+    for name in ("items", "images", "model", "revision", "adapter", "device"):
+        if getattr(args, name) == "":
+            parser.error(f"--{name}: expected a name, found an empty text (a variable that is not set?)")
     last = re.split(r"[/\\]", args.out)[-1]
     if last in ("", ".", ".."):
         parser.error(f"--out {shown(args.out)}: expected a prefix, as in vectors/test-clip, found a folder")

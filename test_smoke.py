@@ -71,7 +71,7 @@ def test_shared_blocks_are_identical():
         found = re.findall(r"# ---- shared block: (\w+) .*?\n(.*?)# ---- end of shared block: \1 ----", path.read_text(encoding="utf-8"), re.S)
         for name, text in found:
             blocks.setdefault(name, {}).setdefault(text, []).append(path.name)
-    assert set(blocks) == {"base", "embeddings", "images", "partial"}
+    assert set(blocks) == {"base", "embeddings", "images", "partial", "ranks"}
     for name, versions in blocks.items():
         assert len(versions) == 1, f"block {name} differs: {list(versions.values())}"
     assert all(script in next(iter(blocks["base"].values())) for script in SCRIPTS)

@@ -388,6 +388,17 @@ def unsealed(text):
         line = json.loads(text)
         found = {name: value for name, value in line.items() if name != "crc32"}
         return found if sealed(found) == line else None
+
+
+def hash_decoder(name):
+    """One hash over the files of a local decoder folder; None for a hub id, whose revision is recorded once it is loaded."""
+    if not os.path.isdir(name):
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(os.listdir(name)):
+        if file.endswith((".safetensors", ".json", ".txt", ".jinja")) and os.path.isfile(os.path.join(name, file)):
+            digest.update(f"{file} {sha256(os.path.join(name, file))}\n".encode())
+    return digest.hexdigest()
 # ---- end of shared block: partial ----
 
 
@@ -623,7 +634,8 @@ def fit_steps(transform, normalize, prefix, rows, dim):
             width = {"int8": 1, "binary": 1 / 8}[kind]
         if kind in ("int8", "standardize"):
             mean, std, low, high = statistics(prefix, rows, steps)
-            values = {"mean": mean, "std": np.where(std > 1e-9, std, 1)} if kind == "standardize" else {
+            flat = (low == high) | (std <= np.maximum(1e-9, 1e-7 * np.abs(mean)))        # what varies below float32's digits is rounding
+            values = {"mean": mean, "std": np.where(flat, 1, std)} if kind == "standardize" else {
                 "low": low, "step": np.maximum(high - low, 1e-12) / 255}
         steps.append((kind, {name: value if name == "dim" else value.astype(np.float32) for name, value in values.items()}))
     return steps, dim, math.ceil(dim * width)
@@ -664,7 +676,9 @@ def apply_steps(x, steps):
 
 
 def unit(x):
-    """Rows at length 1; a zero row stays zero."""
+    """Rows at length 1; a zero row stays zero. Numbers whose squares float32 cannot hold are brought near 1 first."""
+    top = np.abs(x).max(1, keepdims=True)
+    x = x / np.where((top == 0) | (top > 1e-12) & (top < 1e15), np.float32(1), top)
     return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
@@ -673,17 +687,21 @@ def check_vectors(prefix, rows, images, allow):
 
     rows (M,) distinct rows in use, images: the image of each. Equal vectors of one image (asked twice) are fine.
     """
-    pieces = [(np.linalg.norm(x, axis=1), np.array([hash(row.tobytes()) for row in x])) for x in vector_pieces(prefix, rows, [])]
+    pieces = [(np.linalg.norm(x.astype(np.float64), axis=1), np.array([hash(row.tobytes()) for row in x]))
+              for x in vector_pieces(prefix, rows, [])]
     norms, hashes = (np.concatenate(parts) for parts in zip(*pieces))
-    _, std, _, _ = statistics(prefix, rows, [])
+    _, std, low, high = statistics(prefix, rows, [])
     order = np.argsort(hashes, kind="stable")
     equal = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
     same = [(images[a], images[b]) for a, b in zip(order[equal], order[equal + 1]) if images[a] != images[b]]
     log(f"vectors: {len(rows):,} rows, norm {norms.min():.4g} to {norms.max():.4g} (mean {norms.mean():.4g}), standard deviation of a "
         f"dimension {std.min():.3g} to {std.max():.3g} (median {np.median(std):.3g}), "
         f"{100 * len(same) / len(rows):.2f}% equal another image's")
+    if norms.max() > 1e15 or 0 < norms.max() < 1e-12:
+        raise UserError(f"{prefix}.npy: vectors of length {norms.min():.3g} to {norms.max():.3g}, expected lengths that float32 can "
+                        "square and add, such as 1. Scale them")
     problem = ""
-    if len(rows) > 1 and std.max() <= 1e-6 * max(norms.mean(), 1e-30):
+    if len(rows) > 1 and ((low == high).all() or std.max() <= 1e-6 * norms.mean()):
         problem = f"all {len(rows)} vectors are the same"
     elif same:
         problem = f"{len(same)} of {len(rows)} vectors equal that of another image, for example {shown(same[0][0])} and {shown(same[0][1])}"
@@ -1026,17 +1044,6 @@ def read_training(args):
     return splits, metas.get("train", {}), inputs, counts
 
 
-def hash_decoder(name):
-    """One hash over the files of a local decoder folder; None for a hub id, whose revision is recorded once it is loaded."""
-    if not os.path.isdir(name):
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(os.listdir(name)):
-        if file.endswith((".safetensors", ".json", ".txt", ".jinja")) and os.path.isfile(os.path.join(name, file)):
-            digest.update(f"{file} {sha256(os.path.join(name, file))}\n".encode())
-    return digest.hexdigest()
-
-
 def look_at_output(args, signature):
     """What --out holds: None (nothing yet), a checkpoint to resume from, or the record of a finished readout with the same signature."""
     path = os.path.join(args.out, "readout.json")
@@ -1239,11 +1246,15 @@ def train(args, splits, meta, counts, arguments, signature, state, rank, world, 
     if state:
         load_optimizer(source, state["step"], optimizer, named)
 
-    plans = [plan(lengths, args.seed, epoch, args.batch_size, args.batch_tokens) for epoch in range(args.epochs)]
-    todo = [(epoch, index) for epoch, batches in enumerate(plans) for index in batches][:args.max_steps]
+    todo, first = [], plan(lengths, args.seed, 0, args.batch_size, args.batch_tokens)
+    for epoch in range(args.epochs):
+        todo += [(epoch, index) for index in (plan(lengths, args.seed, epoch, args.batch_size, args.batch_tokens) if epoch else first)]
+        if args.max_steps and len(todo) >= args.max_steps:      # `--epochs 1000000 --max-steps N` plans no more than it takes
+            break
+    todo = todo[:args.max_steps]
     total, warmup, step = len(todo), round(args.warmup * len(todo)), state["step"] if state else 0
     dev_batches = cut(np.argsort(dev.lengths, kind="stable"), dev.lengths, args.batch_size, max(1, args.batch_tokens // share))
-    announce(args, readout, examples, plans[0], total, world, sum(map(torch.numel, parameters)), facts["bytes_per_embedding"])
+    announce(args, readout, examples, first, total, world, sum(map(torch.numel, parameters)), facts["bytes_per_embedding"])
     if step > total:
         raise UserError(f"{args.out}: its checkpoint is at step {step}, after the end of this run ({total}). Raise --epochs or --max-steps")
     progress = ("dev_loss", "best", "best_step", "best_loss", "window")             # window: sums since the last line of the log
@@ -1257,7 +1268,7 @@ def train(args, splits, meta, counts, arguments, signature, state, rank, world, 
     def prepare(task):
         """This rank's micro-batches of one global batch. Strided slices of a batch sorted by length are of nearly equal length."""
         epoch, index = task
-        parts = [index[micro * world + rank::share] for micro in range(args.accumulation)]
+        parts = [index[micro * world + rank::share] for micro in range(min(args.accumulation, len(index)))]
         return epoch, index, [pack(examples, part, readout.steps) for part in parts if len(part)]
 
     metrics = prepare_output(args, step, skipped) if rank == 0 else None
@@ -1300,6 +1311,9 @@ def train(args, splits, meta, counts, arguments, signature, state, rank, world, 
             bar.set_postfix(loss=f"{mean:.3f}", tokens_per_second=f"{window['tokens'] / seconds:,.0f}")
             if evaluating:
                 dev_loss = line["dev_loss"] = evaluate_loss(readout, dev, dev_batches, rank, world)
+                if not math.isfinite(dev_loss):
+                    raise UserError(f"step {step}: dev loss {dev_loss} on {args.dev_items}, expected a finite number. Nothing was saved "
+                                    "after the last checkpoint; lower the learning rates, or look at the dev vectors")
                 log(f"step {step:,} of {total:,}: loss {mean:.4f}, dev loss {dev_loss:.4f}, {window['tokens'] / seconds:,.0f} tokens/s")
             if rank == 0:
                 append(metrics, line)                   # the one place to add another logger
@@ -1578,9 +1592,9 @@ def transform_text(text):
 
 
 def positive(text):
-    """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
+    """A whole number from 1 to a thousand million."""
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= 10 ** 9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number from 1 to 1,000,000,000")
     return int(text)
 
 
@@ -1662,6 +1676,9 @@ def parse_args(argv=None):
     option(predict_parser, "--batch-tokens", "largest batch in padded tokens, prompt and answer", type=positive, default=32768)
     args = parser.parse_args(argv)
 
+    for name, value in vars(args).items():
+        if value == "" or isinstance(value, list) and "" in value:
+            parser.error(f"--{name.replace('_', '-')}: expected a name, found an empty text (a variable that is not set?)")
     if args.command == "fit":
         given = sum(bool(prefix) for prefix in (args.train_embeddings, args.dev_embeddings))
         if given != (0 if args.no_embedding else 2):
@@ -1673,8 +1690,8 @@ def parse_args(argv=None):
         if not 0 <= args.warmup <= 1 or not all(
                 0 <= value < math.inf for value in (args.lr_projector, args.lr_decoder, args.clip, args.weight_decay)):
             parser.error("--warmup is a share from 0 to 1; learning rates, --clip and --weight-decay are finite and not negative")
-        if args.seed < 0:
-            parser.error("--seed is not negative")
+        if not 0 <= args.seed < 2 ** 32:
+            parser.error("--seed is a whole number from 0 to 4,294,967,295")
     else:
         if args.no_embedding == bool(args.embeddings):
             parser.error("predict needs --embeddings or --no-embedding, and not both")
@@ -1684,6 +1701,8 @@ def parse_args(argv=None):
             parser.error("one --out for each of --embeddings (one in all without embeddings), and one --condition for each --out or none")
         if len({os.path.realpath(out) for out in args.out}) != len(args.out):
             parser.error("two --out name the same file")
+        if any(name != name.strip() for name in args.condition):
+            parser.error("--condition: expected a name without outer white space")
     return args
 
 

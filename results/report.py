@@ -61,6 +61,8 @@ DOMAINS = {"natural_image": "natural images", "scene_text": "scene text", "visua
 TEXT_SHOWN = 400                                        # characters of a question, answer or prediction on the page
 EXACT = 9                                               # up to so many models the p-values enumerate all orders; above, RANDOM_ORDERS
 RANDOM_ORDERS = 100_000
+PAPER_FIELDS = ("embedder", "mode", "condition", "source", "note", "n", "score")      # of a row; other keys are domains
+
 
 # ---- shared block: base (identical in every script that has it; a test compares) ----
 FORMAT_VERSION = 1
@@ -1064,8 +1066,8 @@ def main_table(data, vectors, paper):
     for row in known:
         rows.append([f"{row.get('embedder')} (paper)", nice(MODES, row["mode"]) if row.get("mode")
                      else nice(CONDITION_NAMES, row.get("condition")),
-                     str(row.get("n") or "-"), Figure(row["score"]), Figure(None), *(Figure(row.get(domain)) for domain in domains),
-                     Figure(None)])
+                     str(row.get("n") or "-"), Figure(row["score"]), Figure(None),
+                     *(Figure(None if domain in PAPER_FIELDS else row.get(domain)) for domain in domains), Figure(None)])
         marks.append("paper")
     note = ("Score 0-100 with 95% interval. Usable bits: what the vector adds to the question alone, in bits per answer.")
     if known:

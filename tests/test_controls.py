@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -365,7 +366,7 @@ def test_the_curve_scores_each_budget_against_its_bytes(here, text_only, capsys)
 @pytest.mark.parametrize("which,says", [
     ("text_only", "--train-items and --dev-items and --decoder, or --text-only-readout"), ("mean", "--train-embeddings"),
     ("noise", "--train-embeddings"), ("question_vector", "--images, or --question-embeddings"),
-    ("raw_image", "--images and --reference-model"), ("zeroes", "unknown 'zeroes'"), ("zero,zero", "twice"), ("", "unknown ''")])
+    ("raw_image", "--images and --reference-model"), ("zeroes", "unknown 'zeroes'"), ("zero,zero", "twice"), ("", "empty text")])
 def test_a_control_without_its_inputs_names_the_flag(which, says, capsys):
     with pytest.raises(SystemExit) as stop:
         controls.parse_args(command("r", "o", which))
@@ -391,6 +392,19 @@ def test_inputs_that_do_not_belong_together_are_refused(here, text_only):
         call(*command("leak", "x", "text_only", "--train-items", "dev.jsonl", "--dev-items", "dev.jsonl", "--decoder", "decoder"))
     with pytest.raises(controls.UserError, match="question: expected a readout trained with fit --no-embedding, found one with 1 soft"):
         call(*command("leak", "x", "text_only", "--text-only-readout", "question"))
+    shutil.copytree("decoder", "another", dirs_exist_ok=True)
+    (folder / "another" / "more.txt").write_text("x")
+    with pytest.raises(controls.UserError, match="--decoder another: expected the one that leak was trained from"):
+        call(*command("leak", "x", "text_only", "--train-items", "train.jsonl", "--dev-items", "dev.jsonl", "--decoder", "another"))
+    record = json.loads((folder / text_only / "readout.json").read_text())
+    del record["json_sha256"]
+    for change, says in (({"signature": {**record["signature"], "decoder_sha256": "0"}}, "trained from another decoder than"),
+                         ({"train_items_sha256": "0"}, "trained on other items than")):
+        (folder / "floor").mkdir(exist_ok=True)
+        (folder / "floor" / "readout.json").write_text(json.dumps({**record, **change}))
+        for words in (command("leak", "x", "text_only"), [*CURVE, "--out", "x", "--budgets", "none"]):
+            with pytest.raises(controls.UserError, match=f"floor: {says}"):
+                call(*words, "--text-only-readout", "floor")
     with pytest.raises(controls.UserError, match="nowhere: expected a readout folder"):
         call(*command("leak", "x", "zero", "--readout", "nowhere"))
     with pytest.raises(controls.UserError, match="another process is writing"):
@@ -454,7 +468,8 @@ def test_the_leak_check_sets_the_visual_only_run_beside_the_joint_one(here, caps
     folder, call = here
     column = {"visual_only: matched - shuffled": {"s0": {"n": 30, "difference": 12.5, "interval": [1.0, 20.0]}}}
     (folder / "visual-out").mkdir()
-    (folder / "visual-out" / "controls.json").write_text(json.dumps({"embedder": "planted", "mode": "visual_only", "leak_check": column}))
+    good = {"embedder": "planted", "mode": "visual_only", "leak_check": column, "inputs": {"items": controls.sha256("test.jsonl"), "limit": None}}
+    (folder / "visual-out" / "controls.json").write_text(json.dumps(good))
     words = command("leak", "pair-out", "shuffled,question_vector", "--question-embeddings", "blank-test",
                     "--visual-only-run", "visual-out")
     call(*words)
@@ -462,9 +477,12 @@ def test_the_leak_check_sets_the_visual_only_run_beside_the_joint_one(here, caps
     assert any(line.startswith("| leak check, per source |") and line.endswith(
         "| vl_joint: matched - question_vector | visual_only: matched - shuffled |") for line in out)
     assert any(line.startswith("| s0 |") and line.endswith("| 12.50 [1.00, 20.00] |") for line in out)
-    (folder / "visual-out" / "controls.json").write_text(json.dumps({"embedder": "another", "mode": "visual_only", "leak_check": column}))
-    with pytest.raises(controls.UserError, match="expected a controls.py run of planted in visual_only, found another"):
-        call(*words)
+    for change, says in (({"embedder": "another"}, "expected a controls.py run of planted in visual_only, found another"),
+                         ({"inputs": {"items": controls.sha256("dev.jsonl"), "limit": None}}, "found other items"),
+                         ({"inputs": {**good["inputs"], "limit": 3}}, "found other items or --limit 3")):
+        (folder / "visual-out" / "controls.json").write_text(json.dumps({**good, **change}))
+        with pytest.raises(controls.UserError, match=says):
+            call(*words)
 
 
 def test_question_vector_extracts_with_the_settings_in_the_sidecar(tmp_path, monkeypatch):

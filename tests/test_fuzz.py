@@ -201,7 +201,8 @@ def write_run(folder):
         scores.pop(hashes, None)
     write(folder, "scores/scores.json", scores)
     leak = {"s": {"n": 3, "difference": 1.0, "interval": [0.5, 1.5]}}
-    write(folder, "p/vl_joint/controls.json", {"embedder": "e", "mode": "visual_only", "leak_check": {"a": leak, "b": leak}, "spread": {
+    write(folder, "p/vl_joint/controls.json", {"embedder": "e", "mode": "visual_only", "leak_check": {"a": leak, "b": leak},
+        "inputs": {"items": ev.sha256(path), "limit": None}, "spread": {
         "repeats": 2, "mean": 1.0, "sd": 0.5, "low": 0.5, "high": 1.5, "separated": 1}})
     write(folder, "scores/curve.json", {"embedder": "e", "mode": "vl_joint", "points": [
         {"budget": name, "family": family, "bytes": size, "score": 10.0 + size, "score_interval": [9.0, 20.0], "bits": 0.5,
@@ -345,9 +346,8 @@ def membership(folder, name):
 
 
 def visual_only(folder):
-    controls.read_visual_only(types.SimpleNamespace(visual_only_run=f"{folder}/p/vl_joint"), {"embedder": "e"})
-    controls.print_table({"rows": [TABLE_ROW], "spread": None, "leak_check": controls.read_visual_only(
-        types.SimpleNamespace(visual_only_run=f"{folder}/p/vl_joint"), {"embedder": "e"})})
+    args = types.SimpleNamespace(visual_only_run=f"{folder}/p/vl_joint", items=f"{folder}/items.jsonl", limit=None)
+    controls.print_table({"rows": [TABLE_ROW], "spread": None, "leak_check": controls.read_visual_only(args, {"embedder": "e"})})
 
 
 def made_from(folder):

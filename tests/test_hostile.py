@@ -449,8 +449,8 @@ TEXT_FILES = {  # file: (module, what reads it)
     "failed.jsonl": (td, lambda: td.read_training(args_of(td, f"{FIT} --failed failed.jsonl")) and None),
     "t.source_keys.txt": READ_ITEMS["predict"],
     "f.jsonl": (controls, lambda: controls.load_vectors(args_of(controls, f"{RUN} --failed f.jsonl")) and None),
-    "v/controls.json": (controls, lambda: controls.read_visual_only(types.SimpleNamespace(visual_only_run="v"),
-        {"embedder": "e"}) and None),
+    "v/controls.json": (controls, lambda: controls.read_visual_only(types.SimpleNamespace(
+        visual_only_run="v", items="items.jsonl", limit=None), {"embedder": "e"}) and None),
     "list.csv": (prepare, lambda: prepare.main("geb --out o --official list.csv --local images".split())),
     "list.jsonl": (prepare, lambda: prepare.main("geb --out o --official list.jsonl --local images".split())),
     "images/raw.json": (prepare, lambda: list(prepare.json_array("images/raw.json"))),

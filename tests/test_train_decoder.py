@@ -277,6 +277,35 @@ def test_padding_is_under_ten_percent_on_lengths_like_llava_next():
 # ---- what a study does to the vector ----
 
 
+def test_numbers_at_float32s_edges_keep_their_direction():
+    """Squares that over- or underflow must not turn a vector into zeros, nor rounding in a constant column into large numbers."""
+    x = np.array([[3, 4], [0, 0], [-6, 8]], np.float32)
+    for scale in (1e-30, 1e-20, 1, 1e20, 1e30):
+        y = td.unit(x * np.float32(scale))
+        assert np.allclose(y, [[0.6, 0.8], [0, 0], [-0.6, 0.8]], atol=1e-6), scale
+    assert (td.unit(x) == x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).all()      # ordinary vectors: the same bytes
+
+
+def trio_of(folder, x):
+    np.save(folder / "v.npy", x.astype(np.float32))
+    return str(folder / "v"), np.arange(len(x))
+
+
+def test_a_constant_column_is_not_blown_up(tmp_path):
+    x = np.random.default_rng(0).standard_normal((1000, 4))
+    x[:, 2] = 3.3
+    prefix, rows = trio_of(tmp_path, x)
+    (_, values), = td.fit_steps("none", "standardize", prefix, rows, 4)[0]
+    assert values["std"][2] == 1 and np.allclose(values["std"][[0, 1, 3]], x[:, [0, 1, 3]].std(0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e16, 1e30])
+def test_lengths_that_float32_cannot_square_are_refused(tmp_path, scale):
+    prefix, rows = trio_of(tmp_path, np.random.default_rng(0).standard_normal((32, 4)) * scale)
+    with pytest.raises(td.UserError, match="v.npy: vectors of length .* Scale them"):
+        td.check_vectors(prefix, rows, [f"{row}.png" for row in rows], False)
+
+
 def test_transforms_against_numpy(toy):
     x = np.load(toy / "train.npy")
     prefix, rows = str(toy / "train"), np.arange(len(x))
@@ -441,7 +470,7 @@ def test_finished_unfinished_changed(toy, tmp_path, capsys):
 def test_frozen_decoder_keeps_its_weights(toy, tmp_path):
     td.main(
         fit_argv(
-            toy, tmp_path / "r", "--max-steps", 4, "--freeze-decoder", "--projector", "linear", "--tokens", 3, "--normalize", "standardize"
+            toy, tmp_path / "r", "--max-steps", 4, "--epochs", 10 ** 9, "--freeze-decoder", "--projector", "linear", "--tokens", 3, "--normalize", "standardize"
         )
     )
     from safetensors.torch import load_file
@@ -763,6 +792,11 @@ def test_model_folders_that_must_not_be_opened(toy, tmp_path):
         ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--transform", "int9"],
         ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--epoch", "2"],
         ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--resume", "--overwrite"],
+        ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--seed", str(2 ** 32)],
+        ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--exclude-ids", ""],
+        ["fit", "--train-items", "a", "--dev-items", "b", "--decoder", "c", "--out", "d", "--no-embedding", "--accumulation", "9" * 20],
+        ["predict", "--readout", "a", "--items", "b", "--out", "c", "--embeddings", "d", "--max-new-tokens", "9" * 20],
+        ["predict", "--readout", "a", "--items", "b", "--out", "c", "--embeddings", "d", "--condition", "matched "],
         ["predict", "--readout", "a", "--items", "b", "--out", "c"],
         ["predict", "--readout", "a", "--items", "b", "--out", "c", "--embeddings", "d", "e"],
         ["predict", "--readout", "a", "--items", "b", "--out", "c", "c", "--embeddings", "d", "e"],
