@@ -10,9 +10,11 @@ WRITES  item files (one JSON object a line: id, image, question, answers, source
         in their original bytes under images/ab/SHA256.ext, and manifest.json, last: where each row came from, what was dropped and why.
         `check --against` also writes the training ids that share an image with the checked items, for `train_decoder.py fit --exclude-ids`.
 
-Same sources, same seed: the same bytes. Dev and test share no image, neither byte for byte nor nearly. Memory stays bounded (one batch of
-rows, and about 0.5 KB for each conversation); an interrupted run continues with the source, shard or archive it was at. Finished output
-made by the same options is reported as done. Exit status: 0 done, 1 failed, 2 wrong command line, 130 interrupted.
+Same sources, same seed: the same bytes. Dev and test of our own draw share no image, neither byte for byte nor nearly; of a membership list
+they are as listed, with a note where they share one. Memory stays bounded (one batch of rows, and about 0.5 KB for each conversation); an
+interrupted run continues with the source, shard or archive it was at. Finished output made by the same options from the same files is
+reported as done; with --overwrite the old one stays until the new one is complete. Exit status: 0 done, 1 failed, 2 wrong command line,
+130 interrupted.
 
 To reuse it elsewhere copy this file; it needs numpy >= 2.0, pillow >= 11, tqdm, and for parquet and the hub data/requirements.txt.
 """
@@ -45,7 +47,7 @@ WORD = "\nAnswer the question using a single word or phrase."                   
 LETTER = "\nAnswer with the option's letter from the given choices directly."      # LLaVA-1.5, LLaVA-NeXT, cambrian for CV-Bench
 REALWORLDQA_LETTER = "Please answer directly with only the letter of the correct option and nothing else."  # in the data itself
 REALWORLDQA_SHORT = "Please answer directly with a single word or number."
-BAD_IMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error)  # what Pillow raises on damaged files
+BAD_IMAGE = ValueError  # what `write_image` raises for bytes that are no readable picture, whatever Pillow's many readers raised
 SAMPLE_FACTOR = 3      # candidates kept for each item wanted, so that near-identical images can be passed over
 THUMB_SIDE = 16        # the perceptual hash: luma of a 16 x 16 thumbnail
 THUMB_RMS = 5.0        # candidates: root mean square difference of two thumbnails, of 255 (copies measured up to 3.2)
@@ -352,6 +354,22 @@ def texts(row, column):
     return list(dict.fromkeys(values))
 
 
+def row_id(row, column):
+    """The row's id in a column, a text or a whole number, as text; what no reader of item files would take is no id."""
+    value = str(row[column]) if type(row[column]) in (str, int) else ""
+    if not value or value != value.strip() or not value.isprintable():
+        raise Drop(f"no printable id in '{column}'")
+    return value
+
+
+def image_bytes(row):
+    """The bytes of the row's image cell, {"bytes", "path"} as the hub's image sets have it."""
+    data = row["image"].get("bytes") if isinstance(row["image"], dict) else None
+    if not isinstance(data, bytes) or not data:
+        raise Drop("no image bytes")
+    return data
+
+
 def option_lines(question, mark):
     """[(letter, text)] of the lines that begin with an option's mark. In steps, because one pattern takes hours on a megabyte of blanks."""
     lines = (line.strip(" \t") for line in question.split("\n"))
@@ -364,16 +382,16 @@ def mme(row, index):
     if answer.lower() not in ("yes", "no"):
         raise Drop("answer is neither yes nor no")
     question = text(row, "question").removesuffix("Please answer yes or no.").rstrip() + WORD
-    return {"source_id": f"{row['question_id']}/{answer.lower()}", "group": row["question_id"], "question": question, "answers": [answer],
-            "dataset": row["category"]}
+    return {"source_id": f"{row_id(row, 'question_id')}/{answer.lower()}", "group": row_id(row, "question_id"), "question": question,
+            "answers": [answer], "dataset": text(row, "category")}
 
 
 def cv_bench(row, index):
     """`prompt` holds question and option lines `(A) ...`; gold `(C)` becomes the letter. One photograph may serve several rows."""
     options, answer = texts(row, "choices"), text(row, "answer").strip("()")
-    if len(options) != len(row["choices"]) or answer not in "ABCDEFGHIJ"[:len(options)]:
+    if len(options) < 2 or len(options) != len(row["choices"]) or answer not in list("ABCDEFGHIJ"[:len(options)]):  # not "AB" or ""
         raise Drop("choices and answer do not fit together")
-    return {"source_id": str(row["idx"]), "group": row["source_filename"], "question": text(row, "prompt") + LETTER,
+    return {"source_id": row_id(row, "idx"), "group": row["source_filename"], "question": text(row, "prompt") + LETTER,
             "answers": [answer], "options": options, "dataset": f"{row['type']} {row['task']} {row['source']}"}
 
 
@@ -384,7 +402,7 @@ def realworldqa(row, index):
     if REALWORLDQA_LETTER in question:
         lines = option_lines(question, r"([A-Z])[.)]")
         letters = "".join(letter for letter, _ in lines)
-        if len(lines) < 2 or letters != "ABCDEFGHIJ"[:len(lines)] or answer.strip(".") not in letters:
+        if len(lines) < 2 or letters != "ABCDEFGHIJ"[:len(lines)] or answer.strip(".") not in list(letters):
             raise Drop("option lines and answer do not fit together")
         item.update(answers=[answer.strip(".")], options=[option for _, option in lines])
     elif REALWORLDQA_SHORT not in question:
@@ -394,12 +412,12 @@ def realworldqa(row, index):
 
 def textvqa(row, index):
     """Ten answers; the most frequent comes first (ties: the earlier one), because answers[0] is the training target."""
-    answers = [answer for answer in row["answers"] or () if isinstance(answer, str)]
+    answers = [answer for answer in row["answers"] if isinstance(answer, str)] if isinstance(row["answers"], (list, tuple)) else []
     counts = collections.Counter(answer for answer in answers if answer.strip())
     if not counts:
         raise Drop("no text in 'answers'")
     first = answers.index(max(counts, key=counts.get))
-    return {"source_id": str(row["question_id"]), "group": row["image_id"], "question": text(row, "question") + WORD,
+    return {"source_id": row_id(row, "question_id"), "group": row["image_id"], "question": text(row, "question") + WORD,
             "answers": [answers[first], *answers[:first], *answers[first + 1:]]}
 
 
@@ -419,13 +437,13 @@ def chartqa(row, index):
 
 def docvqa(row, index):
     """One question a document, since pages of one document share their look and often their text."""
-    return {"source_id": str(row["questionId"]), "group": row["ucsf_document_id"], "question": text(row, "question") + WORD,
+    return {"source_id": row_id(row, "questionId"), "group": row["ucsf_document_id"], "question": text(row, "question") + WORD,
             "answers": texts(row, "answers")}
 
 
 def infographicvqa(row, index):
     """One question a figure; the figure's address names it."""
-    return {"source_id": str(row["questionId"]), "group": row["image_url"], "question": text(row, "question") + WORD,
+    return {"source_id": row_id(row, "questionId"), "group": row["image_url"], "question": text(row, "question") + WORD,
             "answers": texts(row, "answers")}
 
 
@@ -499,7 +517,8 @@ def hub_errors():
 
 
 def locate(spec, args, specs):
-    """Find a source's files. Returns {"repository", "revision" or None, "files": [[path or hf:// address, bytes], ...] in order of name}.
+    """Find a source's files. Returns {"repository", "revision" or None, "files": [[path or hf:// address, bytes], ...] in order of name},
+    from the hub also "hashes", {address: SHA-256 or None}.
 
     With --local: DIR/OWNER/NAME, DIR/NAME, DIR itself, or a hub cache. Else the hub, pinned to one commit for the whole run.
     """
@@ -530,8 +549,9 @@ def locate(spec, args, specs):
     if not files:
         raise UserError(f"{repository} at {info.sha}: expected files {spec['files']}, found none among {len(info.siblings)} files. "
                         f"If the set has moved, name it with --repo {spec['name']}=OWNER/NAME")
-    return {"repository": repository, "revision": info.sha,
-            "files": [[f"hf://datasets/{repository}@{info.sha}/{f.rfilename}", f.size] for f in files]}
+    addresses = {f"hf://datasets/{repository}@{info.sha}/{f.rfilename}": f for f in files}
+    return {"repository": repository, "revision": info.sha, "files": [[address, f.size] for address, f in addresses.items()],
+            "hashes": {address: getattr(getattr(f, "lfs", None), "sha256", None) for address, f in addresses.items()}}
 
 
 def parquet_rows(name, files, columns):
@@ -565,7 +585,7 @@ def open_binary(path):
 
 
 def write_image(folder, data, decode):
-    """Write image bytes under their own hash, once. Returns the relative path ab/SHA256.ext; damaged bytes raise one of BAD_IMAGE."""
+    """Write image bytes under their own hash, once. Returns the relative path ab/SHA256.ext; damaged bytes raise BAD_IMAGE."""
     from PIL import Image
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -575,8 +595,8 @@ def write_image(folder, data, decode):
             if decode:
                 image.draft("L", (64, 64))              # JPEG: every bit is still read, but only an eighth of the pixels is computed
                 image.load()
-    except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from None
+    except Exception as error:                          # its readers of rarer formats raise RuntimeError, ZeroDivisionError and others too
+        raise BAD_IMAGE(f"{type(error).__name__}: {error}") from None
     digest = hashlib.sha256(data).hexdigest()
     name = f"{digest[:2]}/{digest}.{extension}"
     path = os.path.join(folder, name)
@@ -600,8 +620,14 @@ def draw(*parts):
 def thumbprint(folder, name):
     """A small perceptual hash: luma of a 16 x 16 thumbnail, (256,) uint8, and the image's width and height."""
     from PIL import Image
-    image = open_image(folder, name)
-    return np.asarray(image.convert("L").resize((THUMB_SIDE, THUMB_SIDE), Image.BILINEAR), np.uint8).reshape(-1), image.size
+    try:
+        image = open_image(folder, name)
+        return np.asarray(image.convert("L").resize((THUMB_SIDE, THUMB_SIDE), Image.BILINEAR), np.uint8).reshape(-1), image.size
+    except UserError:
+        raise
+    except Exception as error:                          # see `write_image`
+        raise UserError(f"{os.path.join(folder, name)}: cannot read this image ({type(error).__name__}: {shown(error)}). Replace "
+                        "it") from None
 
 
 def close_thumbs(prints, sizes, others, other_sizes, step=4096):
@@ -639,12 +665,17 @@ def same_picture(folder, name, size, other_folder, other_name, other_size):
 
 
 # ---------------------------------------------------------------- geb: dev and test
+def role_of(entry):
+    """("dev" or "test", path) of an --official entry dev=FILE or test=FILE; (None, path) of a FILE with a split column."""
+    return tuple(entry.split("=", 1)) if re.match(r"(dev|test)=", entry) else (None, entry)
+
+
 def read_membership(entries, args):
     """Read --official: FILE with a split column, or dev=FILE and test=FILE. Returns [(split, source, id), ...] in the files' order."""
     names = {re.sub(r"\W|_", "", name.lower()): name for name in GEB} | {"infovqa": "InfographicVQA", "infographicsvqa": "InfographicVQA"}
     members = []
     for entry in entries:
-        split, path = entry.split("=", 1) if re.match(r"(dev|test)=", entry) else (None, entry)
+        split, path = role_of(entry)
         columns = [args.official_source_column, args.official_id_column] + ([] if split else [args.official_split_column])
         if path.endswith(".parquet"):
             rows = parquet_rows("the membership list", [path], columns)
@@ -687,16 +718,13 @@ def shortlist(name, spec, found, args, work, wanted, units):
     for rows, row in enumerate(tqdm(stream, total=spec["rows"], desc=name, unit="row", disable=None), 1):
         ids = {str(rows - 1)} if args.official_ids == "row" else None
         try:
-            record = spec["convert"](row, rows - 1)
-            if not isinstance(row["image"], dict) or not row["image"].get("bytes"):
-                raise Drop("no image bytes")
+            record, data = spec["convert"](row, rows - 1), image_bytes(row)
         except Drop as reason:
             dropped[str(reason)] += 1
             continue
         if record["source_id"] in seen:
             raise UserError(f"{name} row {rows - 1}: the id {shown(record['source_id'])} occurs twice. Download the files again")
         seen.add(record["source_id"])
-        data = row["image"]["bytes"]
         record["row"], group, stratum = rows - 1, str(record.get("group") or hashlib.sha256(data).hexdigest()), record.pop("stratum", "")
         record["lot"] = draw(args.seed, name, record["source_id"])
         if wanted is not None:
@@ -755,8 +783,8 @@ def divide(lists, quotas, images):
     splits, passed = {"test": Split(), "dev": Split()}, collections.Counter()
     bar = tqdm(total=sum(sum(q.values()) for q in quotas.values()), desc="choosing", unit="item", disable=None)
     for name, candidates in lists.items():
+        parts, lost = GEB[name].get("strata", 1), f"; rows dropped: {candidates['dropped'] or 'none'}"
         for stratum, groups in candidates["strata"].items():
-            parts = GEB[name].get("strata", 1)
             left = {split: quotas[name][split] // parts for split in splits}
             for group in groups:
                 group.sort(key=lambda record: record["lot"])
@@ -785,8 +813,14 @@ def divide(lists, quotas, images):
             if any(left.values()):
                 want = {split: quotas[name][split] // parts for split in splits}
                 raise UserError(f"{name} {stratum}: expected {want['test']} test and {want['dev']} dev items with no picture in both, "
-                                f"found {want['test'] - left['test']} and {want['dev'] - left['dev']} among {len(groups)} candidates. Give "
-                                "all files of the source, or a smaller --test-per-source")
+                                f"found {want['test'] - left['test']} and {want['dev'] - left['dev']} among {len(groups)} candidates"
+                                f"{lost}. Give all files of the source, or a smaller --test-per-source")
+        if len(candidates["strata"]) != parts:          # a source without rows, or without one of its kinds of rows
+            kinds = f" of {parts} kinds" if parts > 1 else ""
+            found = f"only {', '.join(candidates['strata'])} ones" if candidates["strata"] else "none"
+            raise UserError(f"{name}: expected {quotas[name]['test']} test and {quotas[name]['dev']} dev items{kinds}, found {found} among "
+                            f"{candidates['rows']:,} rows{lost}. Give all files of the source; if its layout has changed, pin an older "
+                            "commit with --repo")
     bar.close()
     return {split: chosen.items for split, chosen in splits.items()}, dict(passed)
 
@@ -810,11 +844,48 @@ def listed(lists, members):
                 raise UserError(f"the membership list names {shown(item['id'])} twice. Mend the list")
             taken.add(item["id"])
             splits[split].append(item)
+    if both := {item["image"] for item in splits["test"]} & {item["image"] for item in splits["dev"]}:
+        ids = [item["id"] for items in splits.values() for item in items if item["image"] in both]
+        print(f"note: {len(both)} pictures are in both dev and test, as the membership list has them: {shown(', '.join(ids[:6]), 300)}",
+              file=sys.stderr)
     return splits, {}
 
 
-def finished(out, options, names, overwrite):
-    """True where `out` already holds whole files made by the same options; other content there is an error unless --overwrite."""
+def fingerprints(found, known):
+    """{"SOURCE/FILE": [bytes, time, SHA-256]} of located files: what tells them from edited ones of the same size, but not from copies.
+
+    Size with time would take a copy on another disk for other content, and the first and last MiB miss an edit in the middle. So the whole
+    content counts, and the time (the file system's own, of the last change, which no `cp -p` or `touch` sets) only spares reading 50 GB
+    again: a file of the size and time that `known`, the result of an earlier call, has for it keeps its SHA-256. The hub gives its own.
+    """
+    known, out = known if isinstance(known, dict) else {}, {}
+    files = [(f"{name}/{os.path.basename(path)}", path, size, part) for name, part in found.items() for path, size in part["files"]]
+    for key, path, size, part in tqdm(files, desc="sources' files", unit="file", disable=None):
+        if path.startswith("hf://"):
+            out[key] = [size, None, part["hashes"].get(path) or path]       # the address holds the commit
+            continue
+        try:
+            time_ns, before = os.stat(path).st_ctime_ns, known.get(key)
+            same = isinstance(before, list) and len(before) == 3 and before[:2] == [size, time_ns]
+            out[key] = before if same else [size, time_ns, sha256(path)]
+        except OSError as error:
+            raise UserError(f"{path}: cannot read ({error.strerror}). Mend or download the file again") from None
+    return out
+
+
+def other_file(before, now):
+    """The name of the first file that differs between two results of `fingerprints`, times left aside; None where none does."""
+    def content(files):
+        return {key: [row[0], row[2]] if isinstance(row, list) and len(row) == 3 else None for key, row in files.items()}
+    before, now = content(before) if isinstance(before, dict) else {}, content(now)
+    return next((key for key in sorted(before.keys() | now.keys()) if key not in now or before.get(key) != now[key]), None)
+
+
+def finished(out, options, names, overwrite, find=None):
+    """True where `out` already holds whole files made by the same options; other content there is an error unless --overwrite.
+
+    `find()` locates the sources. What cannot be found any more (a download removed, no hub) cannot be compared, and a note says so.
+    """
     path = os.path.join(out, "manifest.json")
     if not os.path.exists(path):
         foreign = [name for name in names if os.path.exists(os.path.join(out, name))]
@@ -822,31 +893,61 @@ def finished(out, options, names, overwrite):
             raise UserError(f"{os.path.join(out, foreign[0])}: exists without a manifest, so this command did not make it. Choose another "
                             "--out, or give --overwrite")
         return False
+    if overwrite:                                       # the old manifest goes when the new files take their places
+        return False
     manifest = read_json(path)
-    same, hashes = manifest.get("options") == options, manifest.get("sha256")
-    whole = isinstance(hashes, dict) and all(
-        os.path.isfile(os.path.join(out, n)) and sha256(os.path.join(out, n)) == hashes.get(n) for n in names)
-    if same and whole and not overwrite:
-        print(f"{out}: already there, made by the same options", file=sys.stderr)
-        print(json.dumps({"out": out, "already_there": True, "sha256": manifest["sha256"]}))
-        return True
-    if not overwrite:
-        what = "its item files have changed since" if same else "it was made with other options"
+    hashes, what = manifest.get("sha256"), None
+    if manifest.get("options") != options:
+        what = "it was made with other options"
+    elif not isinstance(hashes, dict) or not all(
+            os.path.isfile(os.path.join(out, n)) and sha256(os.path.join(out, n)) == hashes.get(n) for n in names):
+        what = "its item files have changed since"
+    elif missing := missing_images(out, names):
+        what = f"{len(missing)} of its images are missing, first {missing[0]}"
+    elif find:
+        try:
+            found = find()
+        except UserError as error:
+            print(f"note: the files it was made from are not compared: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            if other := other_file(manifest.get("fingerprints"), fingerprints(found, manifest.get("fingerprints"))):
+                what = f"it was made from other files than these, or other content of them; first difference: {shown(other, 200)}"
+    if what:
         raise UserError(f"{path}: {what}. Choose another --out, or give --overwrite")
-    os.remove(path)
-    return False
+    print(f"{out}: already there, made by the same options", file=sys.stderr)
+    print(json.dumps({"out": out, "already_there": True, "sha256": manifest["sha256"]}))
+    return True
 
 
-def work_folder(out, options):
-    """The folder for what an interrupted run left; what other options left is thrown away."""
+def missing_images(out, names):
+    """The image files that the item files name and that are not there."""
+    images = dict.fromkeys(item.get("image") for name in names for _, item in read_jsonl(os.path.join(out, name)))
+    return [image for image in images if not os.path.isfile(os.path.join(out, "images", str(image)))]
+
+
+def work_folder(out, options, found):
+    """The folder for what an interrupted run left, and the sources' fingerprints; what other options or files left is thrown away."""
     work = os.path.join(out, ".work")
     state = os.path.join(work, "options.json")
-    if os.path.isdir(work) and (not os.path.exists(state) or read_json(state) != options):
+    kept = read_json(state) if os.path.exists(state) else {}
+    prints = fingerprints(found, kept.get("fingerprints"))
+    if os.path.isdir(work) and (kept.get("options") != options or other_file(kept.get("fingerprints"), prints)):
         print(f"note: {work} is from other options or other files; starting afresh", file=sys.stderr)
         shutil.rmtree(work)
     os.makedirs(os.path.join(work, "images"), exist_ok=True)
-    write_json(state, options)
-    return work
+    write_json(state, {"options": options, "fingerprints": prints})
+    return work, prints
+
+
+def publish(work, out, names):
+    """Move complete item files to their final names; an old manifest goes first, since from here on it would describe other files."""
+    try:
+        if os.path.exists(os.path.join(out, "manifest.json")):
+            os.remove(os.path.join(out, "manifest.json"))
+        for name in names:
+            os.replace(os.path.join(work, name), os.path.join(out, name))
+    except OSError as error:
+        raise cannot_write(os.path.join(out, names[0]), error) from error
 
 
 def check_kept(path, digest):
@@ -884,17 +985,24 @@ def geb(args):
     """Make dev.jsonl and test.jsonl, images/ and manifest.json. Returns the exit status."""
     started = time.time()
     specs = {name: GEB[name] | {"name": name} for name in GEB if name in args.sources}  # in one order, on which the choice depends
+    official = [[role or "column", sha256(path)] for role, path in map(role_of, args.official or ())]
     options = {"command": "geb", "seed": args.seed, "sources": list(specs), "repo": sorted(args.repo), "rows_check": args.rows_check,
-               "test_per_source": args.test_per_source, "official": [sha256(entry.split("=", 1)[-1]) for entry in args.official or ()],
+               "test_per_source": args.test_per_source, "official": official,
                "official_columns": [args.official_source_column, args.official_id_column, args.official_split_column, args.official_ids]}
     with locked(args.out):
-        if finished(args.out, options, ("dev.jsonl", "test.jsonl"), args.overwrite):
-            return 0
         members = read_membership(args.official, args) if args.official else None
+        if absent := sorted({source for _, source, _ in members or ()} - specs.keys()):
+            raise UserError(f"{', '.join(args.official)}: expected rows of the sources in --sources ({', '.join(specs)}), found rows of "
+                            f"{', '.join(absent)} too. Name these in --sources, or take their rows out of the list")
         if members:
             specs = {name: spec for name, spec in specs.items() if any(source == name for _, source, _ in members)}
-        found = {name: locate(spec, args, list(specs.values())) for name, spec in specs.items()}
-        work = work_folder(args.out, options | {"files": {name: file_sizes(part) for name, part in found.items()}})
+
+        def find():
+            return {name: locate(spec, args, list(specs.values())) for name, spec in specs.items()}
+        if finished(args.out, options, ("dev.jsonl", "test.jsonl"), args.overwrite, find):
+            return 0
+        found = find()
+        work, prints = work_folder(args.out, options, found)
         quotas = {name: {"test": test, "dev": 2 * test} for name, spec in specs.items() for test in [args.test_per_source or spec["test"]]}
         lists = {}
         for name, spec in specs.items():
@@ -922,7 +1030,8 @@ def geb(args):
                     os.replace(path + ".tmp", path)
                 except OSError as error:
                     raise cannot_write(path, error) from error
-            digests[f"{split}.jsonl"] = write_lines(os.path.join(args.out, f"{split}.jsonl"), items)
+            digests[f"{split}.jsonl"] = write_lines(os.path.join(work, f"{split}.jsonl"), items)
+        publish(work, args.out, list(digests))
         sources = {name: {"repository": found[name]["repository"], "revision": found[name]["revision"], "licence": spec["licence"],
                           "files": file_sizes(found[name]), "rows": lists[name]["rows"], "dropped": lists[name]["dropped"],
                           "kept": {split: sum(item["source"] == name for item in items) for split, items in splits.items()}}
@@ -931,7 +1040,7 @@ def geb(args):
         write_json(os.path.join(args.out, "manifest.json"), {
             "format_version": FORMAT_VERSION, "options": options, "sha256": digests, "items": sizes,
             "counts": {split: counts(items) for split, items in splits.items()}, "passed_over": passed, "sources": sources,
-            **environment(args, started)})
+            "fingerprints": prints, **environment(args, started)})
         shutil.rmtree(work)
     dropped = {name: part["dropped"] for name, part in sources.items() if part["dropped"]}
     print(json.dumps({"out": args.out, "items": sizes, "dropped": dropped, "passed_over": passed}, ensure_ascii=False))
@@ -1008,6 +1117,12 @@ def json_array(path, size=1 << 20):
                 while place < len(buffer) and buffer[place] in " \r\n\t,":
                     place += 1
                 if buffer[place:place + 1] == "]":
+                    rest = buffer[place + 1:]
+                    while not rest.strip() and (more := file.read(size)):
+                        rest = more
+                    if rest.strip():
+                        raise UserError(f"{path}: expected the end of the file after the JSON array, found {shown(rest.strip()[:20])}. "
+                                        "Keep one array, or download the file again")
                     return
                 try:
                     value, place = decoder.raw_decode(buffer, place)
@@ -1036,7 +1151,10 @@ def scan_raw(spec, path, args, work):
             try:
                 image = record.get("image") if isinstance(record, dict) else None
                 if not isinstance(image, str) or not image:
-                    raise Drop("no image" if not image else "more than one image")
+                    many = isinstance(image, list) and len(image) > 1
+                    raise Drop("no image" if not image else "more than one image" if many else "image path that is no text")
+                if "\0" in image or any("\ud800" <= character <= "\udfff" for character in image):
+                    raise Drop("image path that no file can have")
                 for item in training_items(record, rows - 1, image.split("/")[0], args):
                     yield item | {"image": image}
                     kept += 1
@@ -1058,11 +1176,10 @@ def unpack(archive, wanted, folder):
             for member in tqdm(tar, desc=os.path.basename(archive), unit="file", disable=None):
                 name = member.name.removeprefix("./")
                 if member.isfile() and name in wanted:
+                    data = tar.extractfile(member).read()
                     try:
-                        yield {"name": name, "image": write_image(folder, tar.extractfile(member).read(), decode=True)}
-                    except BAD_IMAGE as error:
-                        if isinstance(error, OSError) and error.errno:
-                            raise                       # the disk's or the archive's trouble, not the picture's
+                        yield {"name": name, "image": write_image(folder, data, decode=True)}
+                    except BAD_IMAGE:
                         yield {"name": name, "error": "unreadable image"}
     except (tarfile.TarError, EOFError, zlib.error, OSError, *hub_errors()) as error:
         raise UserError(f"{archive}: cannot read this archive ({type(error).__name__}: {shown(error)}). Download it again") from None
@@ -1076,7 +1193,7 @@ def copy_loose(names, root, folder):
             try:
                 with open(path, "rb") as file:
                     yield {"name": name, "image": write_image(folder, file.read(), decode=True)}
-            except BAD_IMAGE:
+            except (BAD_IMAGE, OSError):
                 yield {"name": name, "error": "unreadable image"}
 
 
@@ -1116,14 +1233,13 @@ def scan_parquet(spec, files, args, work, folder):
                     part["rows"] += 1
                     try:
                         image = row["image"]
-                        if not image or not (image.get("bytes") or image.get("path")):
+                        if not image or isinstance(image, dict) and not (image.get("bytes") or image.get("path")):
                             raise Drop("no image")
-                        if not image.get("bytes"):
-                            raise Drop("no image bytes")
+                        data = image_bytes(row)
                         subset = next((s for start, s in SUBSET_OF_ID if str(row["id"]).startswith(start)), "unknown")
                         items = training_items(row, f"{shard}-{row_number}", subset, args)
                         try:
-                            name = write_image(folder, image["bytes"], decode=True)
+                            name = write_image(folder, data, decode=True)
                         except BAD_IMAGE:
                             raise Drop("unreadable image") from None
                     except Drop as reason:
@@ -1189,21 +1305,27 @@ def train(args):
     options = {"command": "train", "seed": args.seed, "turns": args.turns, "limit": args.limit, "repo": sorted(args.repo),
                "rows_check": args.rows_check, "form": args.form}
     specs = {form: spec | {"name": "LLaVA-NeXT"} for form, spec in LLAVA_NEXT.items()}
-    with locked(args.out):
-        if finished(args.out, options, ("items.jsonl",), args.overwrite):
-            return 0
-        form = "raw" if args.form == "auto" else args.form
+    form = "raw" if args.form == "auto" else args.form
+
+    def find():
+        nonlocal form
         try:
-            found = locate(specs[form], args, [specs[form]])
+            return {"LLaVA-NeXT": locate(specs[form], args, [specs[form]])}
         except UserError as missing:
             if args.form != "auto" or not args.local:
                 raise
-            form = "parquet"
             try:
-                found = locate(specs[form], args, [specs[form]])
+                found = locate(specs["parquet"], args, [specs["parquet"]])
             except UserError:
                 raise missing from None
-        work = work_folder(args.out, options | {"form": form, "files": file_sizes(found)})
+            form = "parquet"
+            return {"LLaVA-NeXT": found}
+    with locked(args.out):
+        if finished(args.out, options, ("items.jsonl",), args.overwrite, find):
+            return 0
+        sources = find()
+        found = sources["LLaVA-NeXT"]
+        work, prints = work_folder(args.out, options | {"form": form}, sources)
         folder = os.path.join(args.out, "images")
         place = None
         if form == "raw":
@@ -1222,15 +1344,17 @@ def train(args):
             result = scan_parquet(specs[form], found["files"], args, work, folder)
             parts = sorted(glob.glob(os.path.join(glob.escape(work), "[0-9]*.jsonl")))
         dropped = collections.Counter(result["dropped"])
-        digest, tally, written = write_shuffled(parts, place, os.path.join(args.out, "items.jsonl"), args.seed, dropped)
+        digest, tally, written = write_shuffled(parts, place, os.path.join(work, "items.jsonl"), args.seed, dropped)
         if not written:
-            raise UserError(f"{args.out}: expected training items, found none; dropped: {dict(dropped)}. Check that the archives belong to "
-                            "the json file")
+            check = "that the archives belong to the json file" if form == "raw" else "that the parquet files are the set's own"
+            raise UserError(f"{args.out}: expected training items, found none; dropped: {dict(dropped)}. Check {check}")
+        publish(work, args.out, ["items.jsonl"])
         source = {"repository": found["repository"], "revision": found["revision"], "form": form, "licence": specs[form]["licence"],
                   "files": file_sizes(found)}
         write_json(os.path.join(args.out, "manifest.json"), {
             "format_version": FORMAT_VERSION, "options": options, "sha256": {"items.jsonl": digest}, "source": source,
-            "rows": result["rows"], "items": written, "dropped": dict(dropped), "counts": tally, **environment(args, started)})
+            "rows": result["rows"], "items": written, "dropped": dict(dropped), "counts": tally, "fingerprints": prints,
+            **environment(args, started)})
         shutil.rmtree(work)
     print(json.dumps({"out": args.out, "form": form, "rows": result["rows"], "items": written, "dropped": dict(dropped),
                       "domains": tally["domain"]}))
@@ -1259,7 +1383,10 @@ def faults(item):
         out.append("a source of your own needs 'metric'")
     if out:
         return out
-    rule = metric or {"MME": "yes_no", "CV-Bench": "choice", "TextVQA": "vqa"}.get(item["source"])
+    rule = metric or {"MME": "yes_no", "CV-Bench": "choice", "RealWorldQA": "realworldqa", "TextVQA": "vqa"}.get(item["source"])
+    question = item["question"]
+    if rule == "realworldqa" and (REALWORLDQA_LETTER in question or (REALWORLDQA_SHORT not in question and "options" in item)):
+        rule = "choice"                                 # the scorer takes it for multiple choice by the same test
     answers, options = item["answers"], item.get("options")
     if not answers[0].strip() or (rule != "vqa" and not all(answer.strip() for answer in answers)):
         out.append("an empty answer")
@@ -1305,7 +1432,7 @@ def examine(job):
     try:
         thumb, size = thumbprint(folder, name)
         return name, sha256(os.path.join(folder, name)), thumb, size
-    except UserError as error:
+    except (UserError, OSError) as error:
         return name, None, str(error), None
 
 
@@ -1383,7 +1510,7 @@ def find_leaks(images, good, train_images, train_good):
 
 # ---------------------------------------------------------------- command line
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="geb|train|check")
     command = {name: commands.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in (
         ("geb", "make the benchmark's dev and test items"), ("train", "make the training items from LLaVA-NeXT-Data"),

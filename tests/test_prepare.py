@@ -5,7 +5,9 @@
 Tests that read or write parquet need the packages of data/requirements.txt and are skipped without them.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -355,11 +357,284 @@ def test_realworldqa_options():
         prepare.realworldqa({"question": "How many?", "answer": "2", "image": None}, 0)
 
 
+def damaged_pictures():
+    """Bytes on which Pillow's readers raise NotImplementedError and ZeroDivisionError: no OSError, as those of PNG and JPEG."""
+    dds, emf = bytearray(fixtures.encoded(fixtures.picture("dds", 64), "DDS")), bytearray(108)
+    dds[84:88] = b"ABCD"  # an unknown pixel format
+    dds[80:84] = (4).to_bytes(4, "little")
+    emf[:4], emf[40:44] = (1).to_bytes(4, "little"), b" EMF"  # a frame of size 0
+    return {"dds": bytes(dds), "emf": bytes(emf)}
+
+
+DAMAGED = damaged_pictures()
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_whatever_pillow_raises_names_the_file(tmp_path, name, capsys):
+    def kind(decode):
+        try:
+            with Image.open(io.BytesIO(DAMAGED[name])) as image:
+                image.load()
+        except Exception as error:
+            return type(error)
+
+    assert kind(True) not in (OSError, ValueError, SyntaxError), "otherwise this test could not fail"
+    with pytest.raises(prepare.BAD_IMAGE):
+        prepare.write_image(str(tmp_path), DAMAGED[name], decode=True)
+    (tmp_path / "bad.img").write_bytes(DAMAGED[name])
+    with pytest.raises(prepare.UserError, match="bad.img"):
+        prepare.thumbprint(str(tmp_path), "bad.img")
+    with pytest.raises(prepare.UserError, match="1 x missing or unreadable image"):
+        check(write_items(tmp_path / "items.jsonl", [GOOD | {"image": "bad.img"}]), tmp_path)
+    assert "bad.img" in capsys.readouterr().err
+    fixtures.write_raw(tmp_path / "raw", 4, archives=1)
+    folder = tmp_path / "raw/lmms-lab/LLaVA-NeXT-Data/llava_next_raw_format"
+    records = json.loads(data(folder / "llava_next_raw_format_processed.json"))
+    for spoilt, reason in ((DAMAGED[name], {"unreadable image": 1}), (fixtures.encoded(fixtures.picture("new")), {})):
+        (folder / "bad.img").write_bytes(spoilt)
+        (folder / "llava_next_raw_format_processed.json").write_text(json.dumps(records + [records[0] | {"image": "bad.img"}]))
+        train(tmp_path / "raw", tmp_path / f"out {bool(reason)}")
+        assert json.loads(data(tmp_path / f"out {bool(reason)}/manifest.json"))["dropped"] == reason
+
+
+@parquet
+def test_damaged_pictures_in_parquet(tmp_path):
+    for name, picture in DAMAGED.items():
+        rows = fixtures.rows_of("LLaVA-NeXT", 4)
+        rows[2]["image"] = {"bytes": picture, "path": "x"}
+        fixtures.write_source(tmp_path / name, "LLaVA-NeXT", rows)
+        train(tmp_path / name, tmp_path / f"{name} out")
+        assert json.loads(data(tmp_path / f"{name} out/manifest.json"))["dropped"] == {"unreadable image": 1}
+        rows = fixtures.rows_of("OCRBench", 12)
+        rows[5]["image"] = {"bytes": picture, "path": "x"}
+        fixtures.write_source(tmp_path / name, "OCRBench", rows)
+        with pytest.raises(prepare.UserError, match=r"OCRBench row 5 \(id 5\): .*image"):
+            geb(tmp_path / name, tmp_path / f"{name} geb", "--sources", "OCRBench")
+
+
+def convert(name, **change):
+    row = fixtures.rows_of(name, 2)[1] | change
+    return prepare.GEB[name]["convert"](row, 1), prepare.image_bytes(row)
+
+
+LETTERS = "Which?\nA. x\nB. y\nC. z\n" + prepare.REALWORLDQA_LETTER
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [("CV-Bench", {"choices": ["0", "3", "2"], "answer": answer}) for answer in ("()", "AB", "(BC)", "(D)", "b", "( B )", ".")]
+    + [("CV-Bench", {"choices": choices, "answer": "A"}) for choices in (["0"], [], "x", "AB", None, 5, [1, 2], ["0", ""], ["0", "0"])]
+    + [("RealWorldQA", {"question": LETTERS, "answer": answer}) for answer in (".", "AB", "BC", "D", "b", "..")]
+    + [("TextVQA", {"answers": answers}) for answers in ("hello", 5, None, [], [""], [1, 2], {"a": 1})]
+    + [("MME", {"category": value}) for value in (None, 7, "", ["c"])]
+    + [
+        (name, {column: value})
+        for name, column in (
+            ("MME", "question_id"),
+            ("CV-Bench", "idx"),
+            ("TextVQA", "question_id"),
+            ("DocVQA", "questionId"),
+            ("InfographicVQA", "questionId"),
+        )
+        for value in (None, 1.5, True, "", "a\nb", " a", "a ", "a\0", "\u2028", "\ud800", ["a"])
+    ]
+    + [
+        (name, {"image": value})
+        for name in prepare.GEB
+        for value in (None, 5, b"x", "x.png", [{"bytes": b"x"}], {}, {"path": "x"}, {"bytes": b""}, {"bytes": "text"})
+    ],
+)
+def test_cells_of_another_kind_are_dropped_with_a_reason(name, change):
+    item, _ = convert(name)  # the row itself is good
+    assert item["answers"]
+    with pytest.raises(prepare.Drop):
+        convert(name, **change)
+
+
+def test_single_letters_pass():
+    for answer in "ABC":
+        assert convert("CV-Bench", choices=["0", "3", "2"], answer=f"({answer})")[0]["answers"] == [answer]
+        assert convert("RealWorldQA", question=LETTERS, answer=answer + ".")[0]["answers"] == [answer]
+
+
 def test_textvqa_target_is_the_most_frequent_answer_and_ties_go_to_the_first():
     row = {"image_id": "i", "question_id": 1, "question": "q", "answers": ["b", "a", "a", "b", "", "", "", "c", "c", "d"]}
     assert prepare.textvqa(row, 0)["answers"] == ["b", "a", "a", "b", "", "", "", "c", "c", "d"]
     row["answers"][9] = "c"
     assert prepare.textvqa(row, 0)["answers"] == ["c", "b", "a", "a", "b", "", "", "", "c", "c"]
+
+
+@parquet
+@pytest.mark.parametrize(
+    "name, column, value, reason",
+    (
+        ("MME", "answer", "maybe", "answer is neither yes nor no': 40"),
+        ("MME", "image", None, "no image bytes': 40"),
+        ("CV-Bench", "answer", "(Z)", "choices and answer do not fit together': 40"),
+        ("ChartQA", "type", "human_test", "none"),
+        ("ChartQA", "type", "augmented_test", "none"),
+        ("ChartQA", "type", "other", "neither human_test nor augmented_test': 40"),
+    ),
+)
+def test_no_source_or_kind_of_rows_is_missing_without_a_word(local, tmp_path, name, column, value, reason):
+    rows = [row | {column: value} | ({"question_id": f"{i}"} if name == "MME" else {}) for i, row in enumerate(fixtures.rows_of(name, 40))]
+    fixtures.write_source(tmp_path / "s", name, rows)
+    other = "DocVQA"
+    shutil.copytree(local / "lmms-lab/DocVQA", tmp_path / "s/lmms-lab/DocVQA")
+    for sources in ([name], [other, name]):
+        with pytest.raises(prepare.UserError, match=f"{name}: expected 4 test and 8 dev items.*found .*among 40 rows; rows dropped: .*{reason}"):
+            geb(tmp_path / "s", tmp_path / "out", "--sources", *sources)
+    assert not list(tmp_path.glob("out/*.json*"))
+
+
+# ---------------------------------------------------------------- is it the same output?
+@pytest.fixture
+def chart(tmp_path):
+    fixtures.write_source(tmp_path / "a", "ChartQA", fixtures.rows_of("ChartQA", ROWS))
+    return tmp_path / "a", tmp_path / "a/lmms-lab/ChartQA/data/test-00000-of-00002.parquet"
+
+
+def edit(path):
+    """Another content of the same size and time: a byte in the middle."""
+    content, times = bytearray(data(path)), os.stat(path)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_fingerprints_notice_edits_and_not_copies(tmp_path, monkeypatch):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    path, copy = tmp_path / "a/x", tmp_path / "b/x"
+    path.write_bytes(bytes(5 << 20))
+    found = lambda path: {"S": {"files": [[str(path), os.path.getsize(path)]]}}  # noqa: E731
+    first = prepare.fingerprints(found(path), None)
+    shutil.copyfile(path, copy)
+    assert prepare.other_file(first, prepare.fingerprints(found(copy), first)) is None
+    read = []
+    real = prepare.sha256
+    monkeypatch.setattr(prepare, "sha256", lambda path: read.append(path) or real(path))
+    assert prepare.fingerprints(found(path), first) == first and not read  # not read again
+    for odd in (None, [], 5, {"S/x": None}, {"S/x": [1]}, {"S/x": [1, 2, 3]}, {"S/x": "abc"}):
+        assert prepare.fingerprints(found(path), odd) == first and prepare.other_file(odd, first) == "S/x"
+    edit(path)
+    assert prepare.other_file(first, prepare.fingerprints(found(path), first)) == "S/x"
+    assert prepare.other_file({}, {}) is None and prepare.other_file(first, {}) == prepare.other_file({}, first) == "S/x"
+    hub = {"S": {"files": [["hf://x", 5], ["hf://y", 6]], "hashes": {"hf://x": "abc", "hf://y": None}}}
+    assert prepare.fingerprints(hub, None) == {"S/x": [5, None, "abc"], "S/y": [6, None, "hf://y"]}
+
+
+@parquet
+@pytest.mark.parametrize("stage", ("finished", "interrupted"))
+def test_geb_notices_other_sources(chart, tmp_path, monkeypatch, capsys, stage):
+    local, path = chart
+    out = tmp_path / "out"
+    if stage == "interrupted":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(prepare, "divide", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            geb(local, out, "--sources", "ChartQA")
+    else:
+        geb(local, out, "--sources", "ChartQA")
+        shutil.copytree(local, tmp_path / "copy", copy_function=shutil.copyfile)
+        assert geb(tmp_path / "copy", out, "--sources", "ChartQA") == 0 and '"already_there": true' in capsys.readouterr().out
+        assert geb(tmp_path / "gone", out, "--sources", "ChartQA") == 0
+        said = capsys.readouterr()
+        assert '"already_there": true' in said.out and "are not compared" in said.err
+    before = {name: data(name) for name in out.glob("*.json*")}
+    rows = fixtures.rows_of("ChartQA", ROWS)
+    size = os.path.getsize(path)
+    fixtures.write_source(local, "ChartQA", [row | {"question": row["question"].replace("What", "Whxt")} for row in rows])
+    assert os.path.getsize(path) == size, "otherwise the size alone tells"
+    if stage == "interrupted":
+        geb(local, out, "--sources", "ChartQA")
+        assert "starting afresh" in capsys.readouterr().err
+    else:
+        with pytest.raises(prepare.UserError, match="other files than these.*ChartQA/test-00000-of-00002.parquet.*--overwrite"):
+            geb(local, out, "--sources", "ChartQA")
+        assert {name: data(name) for name in out.glob("*.json*")} == before
+        geb(local, out, "--sources", "ChartQA", "--overwrite")
+    assert all(item["question"].startswith("Whxt") for item in lines(out / "dev.jsonl"))
+
+
+@pytest.mark.parametrize("stage", ("finished", "interrupted"))
+def test_train_notices_other_sources(raw, tmp_path, monkeypatch, capsys, stage):
+    shutil.copytree(raw, tmp_path / "a")
+    out, table = tmp_path / "out", next((tmp_path / "a").rglob("*.json"))
+    if stage == "interrupted":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(prepare, "write_shuffled", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            train(tmp_path / "a", out)
+    else:
+        train(tmp_path / "a", out)
+        assert train(raw, out) == 0 and '"already_there": true' in capsys.readouterr().out
+    table.write_text(table.read_text().replace("What", "Whxt"))
+    if stage == "finished":
+        with pytest.raises(prepare.UserError, match="other files than these.*processed.json"):
+            train(tmp_path / "a", out)
+    train(tmp_path / "a", out, *(["--overwrite"] if stage == "finished" else []))
+    assert any("Whxt" in item["question"] for item in lines(out / "items.jsonl"))
+
+
+def test_finished_output_without_its_images(raw, tmp_path):
+    train(raw, tmp_path / "out")
+    images = sorted((tmp_path / "out/images").rglob("*.*"))
+    os.remove(images[3])
+    with pytest.raises(prepare.UserError, match=f"1 of its images are missing, first .*{images[3].name}.*--overwrite"):
+        train(raw, tmp_path / "out")
+    train(raw, tmp_path / "out", "--overwrite")
+    assert images[3].exists() and train(raw, tmp_path / "out") == 0
+
+
+def test_overwrite_keeps_the_old_result_until_the_new_one_is_complete(raw, tmp_path):
+    train(raw, tmp_path / "out")
+    before = {path: data(path) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    shutil.copytree(raw, tmp_path / "none")
+    for archive in (tmp_path / "none").rglob("*.tar.gz"):
+        os.remove(archive)
+    for out in ("out", "new"):
+        with pytest.raises(prepare.UserError, match="expected training items, found none; dropped: .*image not in the archives': 24"):
+            train(tmp_path / "none", tmp_path / out, "--overwrite")
+    assert {path: data(path) for path in before} == before and train(raw, tmp_path / "out") == 0
+    assert os.listdir(tmp_path / "new") in ([".work"], ["images", ".work"], [".work", "images"]), "nothing under a final name"
+
+
+@parquet
+def test_geb_overwrite_keeps_the_old_result_until_the_new_one_is_complete(chart, tmp_path):
+    local, _ = chart
+    geb(local, tmp_path / "out", "--sources", "ChartQA")
+    before = {path: data(path) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(prepare.UserError, match="expected 30 test"):
+        geb(local, tmp_path / "out", "--sources", "ChartQA", "--overwrite", size="60")
+    assert {path: data(path) for path in before} == before and geb(local, tmp_path / "out", "--sources", "ChartQA") == 0
+
+
+@parquet
+def test_the_roles_of_membership_files_count(local, tmp_path, capsys):
+    for name, row in (("a", 3), ("b", 5)):
+        write_items(tmp_path / f"{name}.jsonl", [{"source": "ChartQA", "source_id": row, "split": "test"}])
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    options = ((f"dev={a}", f"test={b}"), (f"dev={b}", f"test={a}"), (f"test={b}",), (f"dev={b}",), (str(b),))
+    for first in options:
+        out = tmp_path / f"out {options.index(first)}"
+        geb(local, out, "--official", *first)
+        assert geb(local, out, "--official", *first) == 0
+        for second in options:
+            if second != first:
+                with pytest.raises(prepare.UserError, match="other options"):
+                    geb(local, out, "--official", *second)
+    with pytest.raises(prepare.UserError, match="none.csv: cannot read"):
+        geb(local, tmp_path / "x", "--official", f"dev={tmp_path / 'none.csv'}")
+    with pytest.raises(prepare.UserError, match=r"sources in --sources \(MME\), found rows of ChartQA too.*--sources"):
+        geb(local, tmp_path / "x", "--official", str(a), "--sources", "MME")
+
+
+@parquet
+def test_a_picture_in_both_listed_splits_is_noted(local, tmp_path, capsys):
+    for rows, noted in (((0, 1), True), ((0, 2), False)):  # two rows a DocVQA page
+        members = [{"source": "DocVQA", "source_id": 49150 + row, "split": split} for row, split in zip(rows, ("dev", "test"))]
+        path = write_items(tmp_path / f"{noted}.jsonl", members)
+        geb(local, tmp_path / f"{noted}", "--official", path)
+        assert ("1 pictures are in both dev and test" in (said := capsys.readouterr().err)) == noted, said
 
 
 # ---------------------------------------------------------------- the hub
@@ -531,8 +806,7 @@ def test_raw_form_named_errors_and_restart(raw, trained, tmp_path, monkeypatch):
     archive.write_bytes(whole)
     opened, real = [], prepare.open_binary
     monkeypatch.setattr(prepare, "open_binary", lambda path: opened.append(os.path.basename(path)) or real(path))
-    files = prepare.file_sizes  # the mended archive has another size, which alone would start afresh
-    monkeypatch.setattr(prepare, "file_sizes", lambda found: dict.fromkeys(files(found), 0))
+    monkeypatch.setattr(prepare, "other_file", lambda *_: None)  # the mended archive has another content, which alone would start afresh
     archive.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(prepare.UserError):
         train(tmp_path / "bad", tmp_path / "out2")
@@ -610,6 +884,50 @@ def test_which_turns_stand_alone():
     assert [question.endswith(letter) for _, question, _ in turns] == [True, False, True]
 
 
+@pytest.mark.parametrize("size", (1, 7, 1 << 20))
+def test_json_array_ends_with_the_file(tmp_path, size):
+    path = tmp_path / "a.json"
+    for rest in ("[]", "[{}]", "]", " }junk", "{", "\n" * 50 + "x", "null", "\0"):
+        path.write_text('[{"a": 1}]' + rest)
+        with pytest.raises(prepare.UserError, match="expected the end of the file after the JSON array"):
+            list(prepare.json_array(str(path), size=size))
+    path.write_text('[{"a": 1}]' + " \r\n\t" * 9)
+    assert list(prepare.json_array(str(path), size=size)) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    "image, reason",
+    [(image, "image path that is no text") for image in (5, 1.5, True, {"a": 1}, ["coco/x.jpg"])]
+    + [(image, "no image") for image in (None, "", [])]
+    + [(image, "image path that no file can have") for image in ("coco/\ud800.png", "coco/a\0b.png", "\udfff")]
+    + [(["a", "b"], "more than one image"), ("a" * 5000, "image not in the archives"), ("é" * 200, "image not in the archives")],
+)
+@pytest.mark.parametrize("loose", (False, True))
+def test_image_paths_of_every_kind(tmp_path, image, reason, loose):
+    records, images = fixtures.write_raw(tmp_path, 2, archives=1)
+    folder = tmp_path / "lmms-lab/LLaVA-NeXT-Data/llava_next_raw_format"
+    (folder / "llava_next_raw_format_processed.json").write_text(json.dumps([*records, records[0] | {"image": image}]))
+    if loose:
+        os.remove(folder / "llava_next_raw_format_images_1.tar.gz")
+        for name, content in images.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    train(tmp_path, tmp_path / "out")
+    manifest = json.loads(data(tmp_path / "out/manifest.json"))
+    assert manifest["items"] == 2 and manifest["dropped"] == {reason: 1}
+
+
+@parquet
+@pytest.mark.parametrize("image", (b"plain", "x.png", 5, [{"bytes": b"x"}], {"bytes": "text"}, {"path": "x.png"}))
+def test_parquet_image_cells_of_every_kind(tmp_path, image):
+    pyarrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / fixtures.FILES["LLaVA-NeXT"].format("0-of-1")
+    path.parent.mkdir(parents=True)
+    tables.write_table(pyarrow.Table.from_pylist([fixtures.conversation(i) | {"image": image} for i in range(3)]), path)
+    with pytest.raises(prepare.UserError, match=r"found none; dropped: \{'no image bytes': 3\}"):
+        train(tmp_path, tmp_path / "out")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(
@@ -667,6 +985,10 @@ def check(*arguments):
         ({"metric": "accuracy"}, "'metric' is not one of"),
         ({"metric": "yes_no"}, "neither yes nor no"),
         ({"domain": None}, "'domain' is not a text"),
+        ({"metric": "realworldqa", "answers": ["AB"]}, "neither a letter of the options nor an option"),
+        ({"metric": "realworldqa", "answers": ["C"]}, "neither a letter of the options nor an option"),
+        ({"metric": "realworldqa", "answers": ["red"], "options": ["red"]}, "too few"),
+        ({"image": "a.png/"}, "missing or unreadable image"),
     ),
 )
 def test_faults_are_named(images, tmp_path, capsys, change, words):
@@ -817,6 +1139,11 @@ def call(*arguments):
     return subprocess.run(
         [sys.executable, os.path.join(ROOT, "data", "prepare.py"), *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
+
+
+def test_help_without_docstrings():
+    words = [sys.executable, "-OO", os.path.join(ROOT, "data", "prepare.py"), "check", "--help"]
+    assert subprocess.run(words, capture_output=True, timeout=120).returncode == 0
 
 
 def test_command_line(images, tmp_path):
