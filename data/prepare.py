@@ -27,6 +27,7 @@ import csv
 import fnmatch
 import functools
 import glob
+import gzip
 import hashlib
 import io
 import json
@@ -38,7 +39,6 @@ import struct
 import sys
 import tarfile
 import time
-import zlib
 
 import numpy as np
 from tqdm import tqdm
@@ -1172,7 +1172,8 @@ def scan_raw(spec, path, args, work):
 def unpack(archive, wanted, folder):
     """Copy the wanted images of a tar archive out under their hashes. Yields {"name", "image"} or {"name", "error"}."""
     try:
-        with open_binary(archive) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
+        with open_binary(archive) as file, (gzip.GzipFile(fileobj=file) if archive.endswith("gz") else file) as stream, \
+                tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tqdm(tar, desc=os.path.basename(archive), unit="file", disable=None):
                 name = member.name.removeprefix("./")
                 if member.isfile() and name in wanted:
@@ -1181,7 +1182,13 @@ def unpack(archive, wanted, folder):
                         yield {"name": name, "image": write_image(folder, data, decode=True)}
                     except BAD_IMAGE:
                         yield {"name": name, "error": "unreadable image"}
-    except (tarfile.TarError, EOFError, zlib.error, OSError, *hub_errors()) as error:
+            if tar.fileobj.tell() < tar.offset + 512:   # tarfile takes a cut header, or none, for the end of the archive
+                raise tarfile.ReadError("it ends without the mark of its end")
+            while stream.read(2 ** 20):                   # gzip compares its checksum only at the last byte
+                pass
+    except UserError:
+        raise
+    except Exception as error:                          # tarfile raises TypeError, OverflowError and others on damaged headers
         raise UserError(f"{archive}: cannot read this archive ({type(error).__name__}: {shown(error)}). Download it again") from None
 
 

@@ -744,6 +744,33 @@ def test_raw_form(raw, trained, tmp_path):
     assert data(tmp_path / "again/items.jsonl") == data(trained / "items.jsonl") != data(tmp_path / "other/items.jsonl")
 
 
+@pytest.mark.parametrize("ending", ["tar.gz", "tar"])
+def test_an_archive_cut_or_changed_anywhere_is_refused(tmp_path, ending):
+    """Cut at every length: gzip's own header, between two members, before the mark of the end. Changed: where no header guards the byte."""
+    made, picture = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (4, 4), (9, 99, 9)).save(picture, "BMP")
+    with tarfile.open(fileobj=made, **({"mode": "w:gz", "compresslevel": 0} if ending == "tar.gz" else {"mode": "w"})) as tar:
+        for name in ("coco/a.bmp", "coco/b.bmp"):
+            member = tarfile.TarInfo(name)
+            member.size = len(picture.getvalue())
+            tar.addfile(member, io.BytesIO(picture.getvalue()))
+    whole, path = made.getvalue(), tmp_path / f"a.{ending}"
+
+    def read(content):
+        path.write_bytes(content)
+        return list(prepare.unpack(str(path), {"coco/a.bmp", "coco/b.bmp"}, str(tmp_path / "images")))
+
+    assert [line["name"] for line in read(whole)] == ["coco/a.bmp", "coco/b.bmp"]
+    end = len(whole) if ending == "tar.gz" else 4 * 512 + 1   # a plain archive: two headers, two bodies, and one block of the mark
+    for length in {*range(32), *range(32, end, 61), *range(0, end, 512), end - 1}:
+        with pytest.raises(prepare.UserError, match=f"a.{ending}: cannot read this archive"):
+            read(whole[:length])
+    if ending == "tar.gz":
+        pixel = whole.index(bytes((9, 99, 9)))
+        with pytest.raises(prepare.UserError, match="CRC check failed"):
+            read(whole[:pixel] + b"x" + whole[pixel + 1:])
+
+
 def test_raw_form_unpacked_images_give_the_same_items(raw, trained, tmp_path):
     shutil.copytree(raw, tmp_path / "loose")
     folder = tmp_path / "loose/lmms-lab/LLaVA-NeXT-Data/llava_next_raw_format"
