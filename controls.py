@@ -443,6 +443,20 @@ def hash_decoder(name):
 # ---- end of shared block: partial ----
 
 
+# ---- shared block: steady (identical in every script that has it; a test compares) ----
+def steady_math():
+    """Make the first call of each of torch's vector functions on the CPU here, with 8 numbers and so on one thread, before any model does.
+
+    Where several threads make it, MKL 2024.2 (in torch's CPU builds) can give one of them a kernel of low accuracy for that one call: half
+    of a first batch off by 1e-4, about one run in fifty, without a word (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        for name in ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p",
+                     "log2", "sin", "sinh", "sqrt", "tan", "tanh"):
+            getattr(torch, name)(torch.full((8,), 0.5, dtype=dtype))
+# ---- end of shared block: steady ----
+
+
 # ---- control inputs: pure functions, one a control ----
 def derange(groups, classes, seed):
     """For each item another item of the same group but another class; -1 where the group has a single class.
@@ -1093,6 +1107,7 @@ def load_reference(args):
     global torch, transformers                          # imported here because they cost seconds and only raw_image needs them
     import torch
     import transformers
+    steady_math()
     for name, version in (("Python", platform.python_version()), ("torch", torch.__version__), ("transformers", transformers.__version__)):
         if not version.startswith(TESTED[name]):
             print(f"note: {name} {version} is untested here (tested: {TESTED[name]}x)", file=sys.stderr)

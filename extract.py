@@ -482,6 +482,20 @@ def ranks():
 # ---- end of shared block: ranks ----
 
 
+# ---- shared block: steady (identical in every script that has it; a test compares) ----
+def steady_math():
+    """Make the first call of each of torch's vector functions on the CPU here, with 8 numbers and so on one thread, before any model does.
+
+    Where several threads make it, MKL 2024.2 (in torch's CPU builds) can give one of them a kernel of low accuracy for that one call: half
+    of a first batch off by 1e-4, about one run in fifty, without a word (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        for name in ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p",
+                     "log2", "sin", "sinh", "sqrt", "tan", "tanh"):
+            getattr(torch, name)(torch.full((8,), 0.5, dtype=dtype))
+# ---- end of shared block: steady ----
+
+
 # ---- files of a model ----------------------------------------------------------------------------------------------------------------
 def load_libraries():
     """Import torch and transformers, after the command line was read: they take seconds, and --help should not."""
@@ -492,6 +506,7 @@ def load_libraries():
     import transformers
     transformers.logging.set_verbosity_error()                    # its table of unused weights; check_loaded reads the same facts
     transformers.utils.logging.disable_progress_bar()
+    steady_math()
     found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     for name, version in found.items():
         if version.split(".")[0] != TESTED[name].split(".")[0] or (name == "python" and not version.startswith(TESTED[name])):

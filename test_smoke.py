@@ -5,6 +5,7 @@
 Details of each script are tested in tests/. Here are the claims that need several scripts: signal is found where there is some, none where
 there is none, files hash their parents, README's commands exist, and every script works without its siblings.
 """
+import ast
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ def test_shared_blocks_are_identical():
         found = re.findall(r"# ---- shared block: (\w+) .*?\n(.*?)# ---- end of shared block: \1 ----", path.read_text(encoding="utf-8"), re.S)
         for name, text in found:
             blocks.setdefault(name, {}).setdefault(text, []).append(path.name)
-    assert set(blocks) == {"base", "embeddings", "images", "partial", "ranks"}
+    assert set(blocks) == {"base", "embeddings", "images", "partial", "ranks", "steady"}
     for name, versions in blocks.items():
         assert len(versions) == 1, f"block {name} differs: {list(versions.values())}"
     assert all(script in next(iter(blocks["base"].values())) for script in SCRIPTS)
@@ -162,6 +163,81 @@ def test_mismatched_vectors_are_refused(demo, tmp_path):
     _, error = run("python", "train_decoder.py", "predict", "--readout", "runs/demo/readouts/visual", "--items", "data/demo/items/test.jsonl",
                    "--embeddings", "runs/demo/vectors/clip-test", "--limit", LIMIT, "--out", tmp_path / "x.jsonl", cwd=demo, status=1)
     assert "clip" in error and "qwen3-vl-embedding-2b" in error and not (tmp_path / "x.jsonl").exists()
+
+
+# ---------------------------------------------------------------- the first call of a vector function (see steady_math)
+WATCH = """
+import json, runpy, sys, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+names, sizes = set("acos asin atan cos cosh erf erfc erfinv exp expm1 lgamma log log10 log1p log2 sin sinh sqrt tan tanh".split()), {}
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1].removeprefix("_foreach_").rstrip("_")
+        if name in names:
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if tensor.device.type == "cpu":
+                    sizes.setdefault(f"{name} {tensor.dtype}", []).append(tensor.numel())
+        return function(*args, **(kwargs or {}))
+out, sys.argv = sys.argv[1], sys.argv[2:]
+try:
+    with Watch():
+        runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    json.dump(sizes, open(out, "w"))
+"""
+STORM = """
+import importlib.util, os, sys, torch
+if sys.argv[1] == "script":
+    spec = importlib.util.spec_from_file_location("script", sys.argv[2])
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.load_libraries()
+torch.set_num_threads(1)                                # no thread may run before a fork
+numbers, deviating = torch.linspace(0.001, 0.999, 1 << 17), 0
+for trial in range(int(sys.argv[3])):
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(16)
+        torch.ones(1 << 17).add_(1)                     # the threads stand ready
+        os._exit(any(not torch.equal(function(numbers), function(numbers)) for function in (torch.cos, torch.exp, torch.log, torch.sqrt)))
+    deviating += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(deviating)
+"""
+
+
+@pytest.mark.parametrize("stage", ["extract", "fit", "predict"])
+def test_first_vector_functions_run_on_one_thread(demo, tmp_path, stage):
+    """Every vector function that a stage uses on the CPU was called there first with 8 numbers: too few for a second thread, so that MKL's
+    race between first calls (half a batch off by 1e-4) cannot happen."""
+    line = {"extract": next(line for line in demo_commands() if "extract.py" in line), "fit": next(line for line in demo_commands() if " fit " in line),
+            "predict": "python train_decoder.py predict --readout runs/demo/readouts/joint --items data/demo/items/test.jsonl "
+                       "--embeddings runs/demo/vectors/joint-test --out x"}[stage]
+    words = [word.replace("runs/demo/vectors/joint-train", str(tmp_path / "v")) if stage == "extract" else word for word in shlex.split(line)[1:]]
+    words[words.index("--out") + 1] = tmp_path / "v"
+    run("python", "-c", WATCH, tmp_path / "sizes.json", *words, "--limit", 8, *(["--max-steps", "2"] if stage == "fit" else []), cwd=demo)
+    sizes = json.loads((tmp_path / "sizes.json").read_text())
+    assert max(sizes["cos torch.float32"]) > 8, "the watch saw nothing of the model"
+    assert {name: seen[0] for name, seen in sizes.items() if seen[0] != 8} == {}
+
+
+def test_whoever_imports_torch_steadies_it():
+    """In all scripts: the function that imports torch calls steady_math, too (raw_image's among them)."""
+    found = 0
+    for script in SCRIPTS:
+        for node in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(isinstance(part, ast.Import) and part.names[0].name == "torch" for part in ast.walk(node)):
+                found += 1
+                assert any(isinstance(part, ast.Call) and getattr(part.func, "id", "") == "steady_math" for part in ast.walk(node)), (script, node.name)
+    assert found == 3
+
+
+@pytest.mark.hard
+@pytest.mark.parametrize("script", ["extract.py", "train_decoder.py"])
+def test_first_calls_in_a_storm_of_threads(script):
+    """400 processes of 16 threads on this machine's few cores. Without the script's load_libraries some first calls deviate, with it none."""
+    bare, steadied = (int(run("python", "-c", STORM, kind, ROOT / script, 400)[0]) for kind in ("bare", "script"))
+    print(f"{script}: first calls that deviate, of 400: {bare} without steady_math, {steadied} with it")
+    assert steadied == 0
 
 
 # ---------------------------------------------------------------- your own vectors: signal where there is some, none where there is none

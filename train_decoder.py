@@ -414,6 +414,20 @@ def ranks():
 # ---- end of shared block: ranks ----
 
 
+# ---- shared block: steady (identical in every script that has it; a test compares) ----
+def steady_math():
+    """Make the first call of each of torch's vector functions on the CPU here, with 8 numbers and so on one thread, before any model does.
+
+    Where several threads make it, MKL 2024.2 (in torch's CPU builds) can give one of them a kernel of low accuracy for that one call: half
+    of a first batch off by 1e-4, about one run in fifty, without a word (https://github.com/pytorch/pytorch/issues/188792).
+    """
+    for dtype in (torch.float32, torch.float64):
+        for name in ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p",
+                     "log2", "sin", "sinh", "sqrt", "tan", "tanh"):
+            getattr(torch, name)(torch.full((8,), 0.5, dtype=dtype))
+# ---- end of shared block: steady ----
+
+
 def load_libraries():
     """Import torch and transformers. They take seconds, so this waits until the command line and the cheap checks have passed."""
     global torch, transformers, safetensors
@@ -422,6 +436,7 @@ def load_libraries():
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    steady_math()
     for name, version in versions().items():
         if not version.startswith(TESTED[name]):
             log(f"note: {name} {version} is untested here (tested: {TESTED[name]}x); compare a small run first")
