@@ -106,6 +106,28 @@ def test_readme_commands_parse(tmp_path):
 
 
 # ---------------------------------------------------------------- the demo's own commands on a few items
+# Runs a script and writes how many numbers each call of a vector function on the CPU had (see steady_math).
+WATCH = """
+import json, runpy, sys, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+names, sizes = set("acos asin atan cos cosh erf erfc erfinv exp expm1 lgamma log log10 log1p log2 sin sinh sqrt tan tanh".split()), {}
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1].removeprefix("_foreach_").rstrip("_")
+        if name in names:
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if tensor.device.type == "cpu":
+                    sizes.setdefault(f"{name} {tensor.dtype}", []).append(tensor.numel())
+        return function(*args, **(kwargs or {}))
+out, sys.argv = sys.argv[1], sys.argv[2:]
+try:
+    with Watch():
+        runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    json.dump(sizes, open(out, "w"))
+"""
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """README's demo lines, run in a copy of the repository with --limit where a script has it."""
@@ -120,6 +142,8 @@ def demo(tmp_path_factory):
             words += ["--limit", str(LIMIT)]
         if "fit" in words:
             words += ["--max-steps", "3"]
+        if words[1] in ("extract.py", "train_decoder.py"):
+            words[1:1] = ["-c", WATCH, str(copy / f"watched-{words[words.index('--out') + 1].replace('/', '-')}.json")]
         run(*words, cwd=copy)
     return copy
 
@@ -166,25 +190,6 @@ def test_mismatched_vectors_are_refused(demo, tmp_path):
 
 
 # ---------------------------------------------------------------- the first call of a vector function (see steady_math)
-WATCH = """
-import json, runpy, sys, torch
-from torch.utils._python_dispatch import TorchDispatchMode
-names, sizes = set("acos asin atan cos cosh erf erfc erfinv exp expm1 lgamma log log10 log1p log2 sin sinh sqrt tan tanh".split()), {}
-class Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.split("::")[1].removeprefix("_foreach_").rstrip("_")
-        if name in names:
-            for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-                if tensor.device.type == "cpu":
-                    sizes.setdefault(f"{name} {tensor.dtype}", []).append(tensor.numel())
-        return function(*args, **(kwargs or {}))
-out, sys.argv = sys.argv[1], sys.argv[2:]
-try:
-    with Watch():
-        runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    json.dump(sizes, open(out, "w"))
-"""
 STORM = """
 import importlib.util, os, sys, torch
 if sys.argv[1] == "script":
@@ -205,19 +210,16 @@ print(deviating)
 """
 
 
-@pytest.mark.parametrize("stage", ["extract", "fit", "predict"])
-def test_first_vector_functions_run_on_one_thread(demo, tmp_path, stage):
-    """Every vector function that a stage uses on the CPU was called there first with 8 numbers: too few for a second thread, so that MKL's
-    race between first calls (half a batch off by 1e-4) cannot happen."""
-    line = {"extract": next(line for line in demo_commands() if "extract.py" in line), "fit": next(line for line in demo_commands() if " fit " in line),
-            "predict": "python train_decoder.py predict --readout runs/demo/readouts/joint --items data/demo/items/test.jsonl "
-                       "--embeddings runs/demo/vectors/joint-test --out x"}[stage]
-    words = [word.replace("runs/demo/vectors/joint-train", str(tmp_path / "v")) if stage == "extract" else word for word in shlex.split(line)[1:]]
-    words[words.index("--out") + 1] = tmp_path / "v"
-    run("python", "-c", WATCH, tmp_path / "sizes.json", *words, "--limit", 8, *(["--max-steps", "2"] if stage == "fit" else []), cwd=demo)
-    sizes = json.loads((tmp_path / "sizes.json").read_text())
-    assert max(sizes["cos torch.float32"]) > 8, "the watch saw nothing of the model"
-    assert {name: seen[0] for name, seen in sizes.items() if seen[0] != 8} == {}
+def test_first_vector_functions_run_on_one_thread(demo):
+    """Every vector function that extract, fit or predict uses on the CPU was called there first with 8 numbers: too few for a second thread,
+    so that MKL's race between first calls cannot happen."""
+    run("python", "-c", WATCH, "watched-predict.json", "train_decoder.py", "predict", "--readout", "runs/demo/readouts/joint", "--limit", 8,
+        "--items", "data/demo/items/test.jsonl", "--embeddings", "runs/demo/vectors/joint-test", "--out", "watched.jsonl", cwd=demo)
+    watched = {path.name: json.loads(path.read_text()) for path in demo.glob("watched-*.json")}
+    assert len(watched) == 1 + sum(line.split()[1] in ("extract.py", "train_decoder.py") for line in demo_commands())
+    for name in ("watched-runs-demo-vectors-joint-train.json", "watched-runs-demo-readouts-joint.json", "watched-predict.json"):
+        assert max(watched[name]["cos torch.float32"]) > 8, f"{name}: the watch saw nothing of the model"
+    assert {(name, key): seen[0] for name, sizes in watched.items() for key, seen in sizes.items() if seen[0] != 8} == {}
 
 
 def test_whoever_imports_torch_steadies_it():

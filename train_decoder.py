@@ -418,8 +418,8 @@ def ranks():
 def steady_math():
     """Make the first call of each of torch's vector functions on the CPU here, with 8 numbers and so on one thread, before any model does.
 
-    Where several threads make it, MKL 2024.2 (in torch's CPU builds) can give one of them a kernel of low accuracy for that one call: half
-    of a first batch off by 1e-4, about one run in fifty, without a word (https://github.com/pytorch/pytorch/issues/188792).
+    Where several threads make it, MKL 2024.2 (in torch's CPU builds) can give one of them a kernel of low accuracy for that one call: its
+    share of a first batch comes from values with relative errors of 1e-4, silently (https://github.com/pytorch/pytorch/issues/188792).
     """
     for dtype in (torch.float32, torch.float64):
         for name in ("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p",
